@@ -55,13 +55,13 @@ def reference(llama_path: Path) -> Callable[[list[int], int], list[int]]:
 
 @pytest.fixture(scope="session")
 def cases() -> dict[str, Case]:
-    """Those that were made, by the name of their family."""
+    """Returns the cases that were made, by the name of their family."""
     return {}
 
 
 @pytest.fixture(scope="session")
 def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder where ``case`` keeps what it captures, which is what nobody else has captured."""
+    """The folder where ``case`` keeps its captures, which no other test has captured."""
     return tmp_path_factory.mktemp("captures")
 
 

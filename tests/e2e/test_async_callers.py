@@ -57,7 +57,7 @@ def test_breaking_off_gives_the_blocks_back(llm: AsyncLLM) -> None:
     async def go() -> None:
         async for _ in llm.generate("import os\n", greedy(200)):
             break
-        await last(llm, "x", 2)  # its order is behind the other's cancel
+        await last(llm, "x", 2)  # its order comes after the other's cancel
         while engine.free_blocks != full:  # until it is idle
             await asyncio.sleep(0)
 

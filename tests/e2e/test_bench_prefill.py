@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PIN = 1.2  # a step beside prompts, of one without
+PIN = 1.2  # a step with prompts, of one without
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""First tokens come when they were foreseen: two prefill workers, real processes on emulated devices, which take nearly
-all of the time, so that what others do on this host counts little.
+"""First tokens come at the predicted times. Two prefill workers are real processes on emulated devices, which take
+nearly all of the time, so that other load on this host counts little.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_deterministic_results_do_not_depend_on_batch_mates(
 
 @pytest.mark.long
 def test_preemption_loses_nothing(llama_path: Path, prompts: list[list[int]], reference: Reference) -> None:
-    # one sequence of 130 tokens fits beside another, not five
+    # one sequence of 130 tokens fits with another one, not five
     with LLM(str(llama_path), transport="loopback", max_model_len=160, kv_memory="96KiB", block_size=16) as llm:
         assert tokens(llm, prompts) == [reference(p, 24) for p in prompts]
         assert llm.engine.scheduler.num_preemptions > 0
@@ -184,7 +184,7 @@ def test_partitions_give_the_same_bits(
 
 @pytest.fixture(scope="module")
 def undivided(llama_path: Path) -> Callable[[list[list[int]]], list[Any]]:
-    """What one memory worker gives, run once."""
+    """Returns the tokens of one memory worker, run once."""
     known = list[list[Any]]()
 
     def give(prompts: list[list[int]]) -> list[Any]:

@@ -76,7 +76,7 @@ def test_a_document_that_one_worker_has_comes_to_the_other(kv_cache_dtype: str, 
 def test_a_worker_dies_in_the_middle_of_a_transfer(
     victim: str, event: Event, llama_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Who has the document, or who gets it: nothing is lost, and nobody has half of it."""
+    """The worker that has the document dies, or the one that gets it: nothing is lost, and none has half of it."""
     prompts, wire = asked(1, 5), Failpoint(tmp_path / "wire")
     monkeypatch.setenv(FAILPOINT, str(tmp_path / "wire"))
     with LLM(str(llama_path), prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
@@ -106,7 +106,7 @@ def test_completions_of_one_prompt_compute_it_once(llama_path: Path) -> None:
 def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory that is wrong: the prompt is computed instead, what decodes goes on, and nobody is replaced."""
+    """The directory is wrong: the prompt is computed instead, what decodes goes on, and no worker is replaced."""
     prompts, gone = asked(1, 5), list[int]()
 
     def forgetful(store: KvStore, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
@@ -134,7 +134,9 @@ def test_what_the_driver_thinks_is_there_and_is_not_costs_no_worker(
 @pytest.mark.long
 @pytest.mark.parametrize("victim", ["prefill-0", "prefill-1"])
 def test_a_worker_that_stands_still_is_replaced_while_the_other_serves(victim: str, llama_path: Path) -> None:
-    """Who has the document, or who is to have it: in time of a stop, and not of a step."""
+    """The worker that has the document stands still, or the one that is to have it: it is replaced in the time of a
+    stop, and not of a step.
+    """
     prompts = asked(1, 6)
     with LLM(str(llama_path), prefill_workers=2, prefill_chunk=32, deterministic=True) as llm:
         llm.engine.slo_admission.set_config(ConductorConfig(policy="mooncake"))

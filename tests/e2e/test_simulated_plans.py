@@ -33,14 +33,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def arrivals(seed: int) -> list[tuple[int, list[int], int]]:
-    """Of each request the round by which it has come, its prompt, and the length of its answer."""
+    """Returns, for each request, the round by which it has come, its prompt, and the length of its answer."""
     rng = random.Random(seed)
     asks = ((rng.randint(0, 40), rng.randint(1, 90), rng.randint(2, 38)) for _ in range(14))
     return sorted((due, [rng.randrange(2, 300) for _ in range(prompt)], answer) for due, prompt, answer in asks)
 
 
 def plans_of(engine: Engine, wire: Executor, seed: int) -> list[list[StepPlan]]:
-    """Of every round, until all requests have come and ended. Host time has no part in it: requests come by rounds."""
+    """Returns the plans of every round, until all requests have come and ended.
+
+    Host time has no part in it: requests come by rounds.
+    """
     rounds, submit = list[list[StepPlan]](), wire.submit
 
     def tell(new: RunRound) -> None:

@@ -1,4 +1,6 @@
-"""Engines whose weights are on several compute workers: tokens of transformers, one order, and deaths that are told."""
+"""Engines whose weights are on several compute workers: tokens of transformers, one order, and deaths that are
+reported.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ RANKS = {"tensor_parallel_size": 2, "memory_workers": 2, "deterministic": True, 
 
 @pytest.fixture(scope="module")
 def two_ranks(llama_path: Path) -> Callable[[list[list[int]]], tuple[Found, Found]]:
-    """What two ranks give, run once."""
+    """Returns the tokens of two ranks, run once."""
     known: list[tuple[Found, Found]] = []
 
     def give(prompts: list[list[int]]) -> tuple[Found, Found]:

@@ -1,9 +1,9 @@
 """Conversations whose turns wait in one line, and whose KV sleeps in memory and on a disk: the experiment of
 CachedAttention's section 4 (arXiv 2403.19708) on a virtual clock.
 
-The policy is the product's: the line is told by scheduler.kv_manager.prefetch, pages move as kv.storage.layered moves
-them. What is modelled is the world: when sessions come, how long their turns are, how fast turns are served and the
-disk is read. A byte stands for a megabyte, and a page has 512 tokens.
+The policy is the product's: scheduler.kv_manager.prefetch announces the queue, and pages move as kv.storage.layered
+moves them. What is modelled is the world: when sessions come, how long their turns are, how fast turns are served and
+the disk is read. A byte stands for a megabyte, and a page has 512 tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ AHEAD, LRU, FIFO = "ahead", "lru", "fifo"
 
 @dataclass(frozen=True)
 class ConversationWorld:
-    """Sizes in megabytes. ``served``: turns in a second, one after the other; ``window``: tokens that a conversation
-    keeps at most; ``warm``: turns that are not counted. ``question``, ``answer``: mean tokens of each. ``deep``: of so
+    """Sizes in megabytes. ``served``: turns in a second, one after the other. ``window``: tokens that a conversation
+    keeps at most. ``warm``: turns that are not counted. ``question``, ``answer``: mean tokens of each. ``deep``: of so
     many turns the line is long.
     """
 
@@ -64,9 +64,9 @@ class ConversationWorld:
 
 
 class TierHits(NamedTuple):
-    """Of turns behind the first one of a session. ``hit``: the share of their pages that were there, one behind the
-    other from the first on; ``in_memory``: of these, those that were in memory, ``in_memory_deep`` where the line was
-    long; ``waiting``: turns in the line.
+    """The hits of all turns after the first one of a session. ``hit``: the share of their pages that were there,
+    counted from the first page on. ``in_memory``: of these, those that were in memory; ``in_memory_deep``: those where
+    the queue was long. ``waiting``: turns in the queue.
     """
 
     turns: int
@@ -133,7 +133,7 @@ class Conversations:
     def _turns(self) -> int:
         if self._rng.random() < ONE_TURN:
             return 1
-        mean = (self._world.turns - ONE_TURN) / (1 - ONE_TURN) - 1  # of those behind the first
+        mean = (self._world.turns - ONE_TURN) / (1 - ONE_TURN) - 1  # of those after the first
         turns = 2
         while self._rng.random() > 1 / mean:
             turns += 1
@@ -153,7 +153,7 @@ class Conversations:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Serve the next turn, if nobody is served; the line is told as a plan tells it."""
+        """Serves the next turn, if none is served; the queue is announced as a plan announces it."""
         self._fetch()
         if self._busy or not self._line:
             return
@@ -203,7 +203,7 @@ class Conversations:
         self._go_on()
 
     def _fetch(self) -> None:
-        """What the disk was read for by now."""
+        """Returns what the disk was read for by now."""
         while self._disk_free_s <= self._clock.now:
             if self._medium.prefetch_next(SHARE) is None:
                 self._disk_free_s = self._clock.now

@@ -14,7 +14,7 @@ FAILS = 0.1  # of copies
 
 
 class SimCopies:
-    """Of one epoch. A copy is made some time behind its plan, and each memory worker says so once."""
+    """The copies of one epoch. A copy is made some time after its plan, and each memory worker reports it once."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SimCopies:
             self._say(StripesCopied(epoch=0, sequence=op.sequence, nbytes=0 if error else nbytes, error=error))
 
     def take(self, worker: SimMemory, op: CopyStripes) -> int:
-        """What ``worker`` is to have of it, as the one has it that gives."""
+        """Returns what ``worker`` is to have of it, as the giving worker has it."""
         tables, nbytes = worker.tables, 0
         place, length = tables.location(op.source), tables.length(op.sequence)
         for number in range(op.stripe * tables.stripe_blocks, -(-length // worker.size)):

@@ -1,4 +1,4 @@
-"""Memory workers of the simulation that come and go: the orders, the members behind each, and the KV that moves."""
+"""Memory workers of the simulation that come and go: the orders, the members after each, and the KV that moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START_S = 0.1  # at most, of workers that come
 
 
 class SimElastic:
-    """Of one wire: at most one change at a time, as of the real fleet."""
+    """The changes of one wire: at most one at a time, as in the real fleet."""
 
     def __init__(self, rng: random.Random, clock: Callable[[], float]) -> None:
         self._rng, self._clock = rng, clock
@@ -31,12 +31,12 @@ class SimElastic:
 
     @property
     def under_way(self) -> bool:
-        """Whether one is asked for, and not made yet."""
+        """Returns whether a change is asked for, and not made yet."""
         return self._asked is not None
 
     @property
     def due(self) -> bool:
-        """Whether all who are to come are there, and all sequences have left that are to."""
+        """Returns whether all workers that are to come are there, and all sequences that are to leave have left."""
         return self._clock() >= self._due_at and (self._exits is None or self._exits.is_done())
 
     @property
@@ -65,7 +65,7 @@ class SimElastic:
     def move(
         self, memory: Sequence[SimMemory], keep: Sequence[SurvivingKv], die: Callable[[tuple[str, int]], None]
     ) -> bool:
-        """Give ``memory`` the KV of ``keep``. False: somebody has died meanwhile, or what came was damaged; then some
+        """Give ``memory`` the KV of ``keep``. False: a worker has died meanwhile, or what came was damaged; then some
         have all that they were to have, and others nothing.
         """
         old, self._old = self._old, None
@@ -73,7 +73,7 @@ class SimElastic:
             return True
         dying, self._dying = self._dying, deque()
         for victim in dying:
-            if victim[1] >= 0:  # else something is damaged, and nobody dies
+            if victim[1] >= 0:  # else something is damaged, and no worker dies
                 die(victim)
         for worker in memory:
             if not dying or self._rng.random() < 0.5:
@@ -98,7 +98,7 @@ def take(new: SimMemory, keep: Sequence[SurvivingKv], old: Sequence[SimMemory]) 
 
 
 def capacity_of(shape: PoolShape) -> Capacity:
-    """As the driver has it."""
+    """Returns the capacity as the driver has it."""
     blocks = [[shape.num_blocks] * len(h) for h in shape.holders]
     sparse = [False] * len(shape.windows)
     return Capacity(shape.windows, shape.lanes, shape.stripe, shape.stays, sparse, blocks, shape.holders)

@@ -33,7 +33,7 @@ class ScenarioError(AssertionError):
 
 
 def is_broken(check: Callable[[Of], object], of: Of) -> bool:
-    """Whether ``check`` says that it does not hold."""
+    """Returns whether ``check`` finds that it does not hold."""
     try:
         check(of)
     except ScenarioError:
@@ -87,10 +87,10 @@ class Play:
         """Between two steps."""
 
     def _check_view(self) -> None:
-        """Behind what may have changed it."""
+        """Checks after any call that may have changed it."""
 
     def _wait_until(self, at_s: float) -> None:
-        """Of an engine without work."""
+        """Waits on an engine without work."""
         self._clock.now = max(self._clock.now, at_s)
 
     def _let_requests_come(self) -> None:
@@ -127,7 +127,7 @@ class Play:
                     self._take([output])
 
     def _take(self, outputs: list[RequestOutput]) -> None:
-        """What a reader has seen changes no more."""
+        """A token that a reader has seen changes no more."""
         for output in outputs:
             self._outputs[output.request_id] = output
             for one in output.outputs:
@@ -155,7 +155,7 @@ class Play:
                     assert (start, len(ids)) == (first, len(same)), "the ledger has other blocks than a worker"
 
     def _check_all_is_free(self) -> None:
-        """Of an engine that has settled."""
+        """Checks an engine that has settled."""
         engine = self._engine
         assert not engine.has_work
         assert len(engine.accounting.sequences) == engine.scheduler.features[PrefixCache].num_retained, (

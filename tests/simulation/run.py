@@ -1,5 +1,5 @@
-"""Plays scenarios, and checks rules that must hold behind any death: each token once; blocks as in the ledger;
-progress.
+"""Plays scenarios, and checks rules that must hold after any death. Each token comes once, blocks are as in the ledger,
+and there is progress.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Played(NamedTuple):
 
 
 class BegunRequest(NamedTuple):
-    """A request that is not over, as its reader has it: the part of its completions that the next engine is told, the
-    part that was seen, and the log-probabilities of its prompt and of that part.
+    """A request that is not over, as its reader has it. It has the part of its completions that the next engine gets,
+    the part that was seen, and the log-probabilities of its prompt and of that part.
     """
 
     place: int
@@ -53,8 +53,8 @@ class BegunRequest(NamedTuple):
 
 
 class HeardByReaders(NamedTuple):
-    """What readers have of an engine in the midst of its work. ``ended``: of requests that are over, by place;
-    ``asked``: the others, in the order of their numbers; ``left``: places of those that have not come.
+    """The outputs that readers have of an engine in the midst of its work. ``ended``: of requests that are over, by
+    place. ``asked``: the others, in the order of their numbers. ``left``: places of those that have not come.
     """
 
     ended: dict[int, RequestOutput]
@@ -63,12 +63,12 @@ class HeardByReaders(NamedTuple):
 
     @property
     def some(self) -> bool:
-        """Whether the next engine goes on with a token of somebody."""
+        """Returns whether the next engine goes on with a token of any request."""
         return any(one.token_ids for request in self.asked for one in request.told)
 
 
 def check(of: Scenario) -> Played:
-    """Play ``of``, and the same without losses and changes: nobody may see a difference. Raises ScenarioError."""
+    """Plays ``of``, and the same without losses and changes: no reader may see a difference. Raises ScenarioError."""
     with _told_by(of):
         played, wanted = play(of), play(_calm(of))
         _compare(of, played, wanted)
@@ -140,7 +140,7 @@ def with_seeds(of: Scenario) -> Scenario:
 
 
 def config_of(of: Scenario) -> EngineConfig:
-    """Of the engine. Its partition counts where stripes, or sequences, may move."""
+    """Returns the configuration of the engine. Its partition counts where stripes, or sequences, may move."""
     partition = of.partition if of.partition in ("request", "spill") else "head"
     return make_config({**of.options, "transport": HERE, "partition": partition})
 
@@ -166,7 +166,7 @@ class EnginePlay(Play):
         self._changes = list(of.changes)
         self._views = self._wire.view
         self._ended: dict[int, RequestOutput] = {}  # by place: of an engine before this one
-        self._scores: dict[int, Any] = {}  # by request: of its prompt, told by an engine before this one
+        self._scores: dict[int, Any] = {}  # by request: of its prompt, reported by an engine before this one
         self._logprobs: dict[int, list[Any]] = {}  # by request: of the tokens of each completion, likewise
 
     @property
@@ -195,7 +195,7 @@ class EnginePlay(Play):
         return Played(answers, wire.losses, preemptions, wire.elastic.changes)
 
     def heard(self) -> HeardByReaders:
-        """What readers have by now."""
+        """Returns the outputs that readers have by now."""
         ended, asked = dict[int, RequestOutput](), list[BegunRequest]()
         for request, (place, _) in self.asked.items():
             output = self._outputs.get(request)

@@ -1,4 +1,4 @@
-"""What happens in a simulation, as data: a seed makes it, a failure prints it, and it can be played again."""
+"""The events of a simulation, as data: a seed makes them, a failure prints them, and they can be played again."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Arriving:
 
     @cached_property
     def sampling(self) -> SamplingParams:
-        """Of the request."""
+        """Returns the sampling parameters of the request."""
         return SamplingParams(**self.params)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A worker that dies at a time. ``again``: while its loss is made good, who else does, one after the other."""
+    """A worker that dies at a time. ``again``: the workers that die during its recovery, one after the other."""
 
     at_s: float
     victim: tuple[str, int]
@@ -49,8 +49,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class PlannedChange:
-    """At a time somebody asks for so many memory workers, each with so many blocks. ``again``: who dies while KV moves;
-    ("memory", -1): nobody, but some of it is damaged.
+    """A user asks at a time for so many memory workers, each with so many blocks. ``again``: the worker that dies while
+    KV moves; ("memory", -1): none, but some KV is damaged.
     """
 
     at_s: float
@@ -75,11 +75,14 @@ class Scenario:
 
     @property
     def layout(self) -> PoolShape:
-        """Of the memory workers, at first."""
+        """Returns the layout of the memory workers at first."""
         return self.layout_of(self.options["memory_workers"], self.num_blocks)
 
     def _weights(self, workers: int) -> tuple[int, ...]:
-        """Of heads. Together they weigh what they did at first, whoever has them: so the tokens are the same."""
+        """Draws the weights of heads.
+
+        Together they weigh what they did at first, on any workers, so the tokens are the same.
+        """
         first = self.options["memory_workers"]
         if workers == first or self.partition != "head":
             return tuple(range(2, 2 + workers))
@@ -87,7 +90,7 @@ class Scenario:
         return (*others, sum(range(2, 2 + first)) - sum(others))
 
     def layout_of(self, workers: int, num_blocks: int) -> PoolShape:
-        """Of so many, each with so many blocks."""
+        """Returns the layout of so many workers, each with so many blocks."""
         weights = self._weights(workers)
         stripe = 2 if self.partition in ("token", "spill") else 0
         if self.partition == "head" or workers == 1:
@@ -102,7 +105,9 @@ class Scenario:
 
 
 def scenario(seed: int) -> Scenario:
-    """Of all kinds: topologies, prompts, parameters, memory enough and too little, losses, and losses meanwhile."""
+    """Draws scenarios of all kinds: topologies, prompts, parameters, memory enough and too little, losses, and losses
+    during recovery.
+    """
     rng = random.Random(seed)
     batches = rng.choice((1, 1, 2, 3))
     options: dict[str, Any] = {

@@ -1,4 +1,6 @@
-"""Who finds its KV, and where, with the product's policy in a modelled world: CachedAttention's, a tenth of it."""
+"""The turns that find their KV, and where, with the product's policy in a modelled world: CachedAttention's, a tenth of
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def played(policy: str, served: float = LLAMA_13B.served) -> TierHits:
 def test_the_experiment_is_the_papers() -> None:
     """9,000 sessions of 5.75 turns, and the first 10,000 turns are not counted."""
     idle, busy = played(LRU, IDLE), played(AHEAD)
-    turns = 900 * (5.75 - 1) - 1000 * 4.75 / 5.75  # behind the first ones
+    turns = 900 * (5.75 - 1) - 1000 * 4.75 / 5.75  # after the first ones
     assert busy.turns == pytest.approx(turns, rel=0.1)
     assert idle.waiting < 3
     assert busy.waiting > 200

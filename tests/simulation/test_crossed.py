@@ -36,7 +36,7 @@ def test_every_stream_goes_on(part: int) -> None:
 
 
 def kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:
-    """What a memory worker said as it came to rest counts, though it has died since."""
+    """A mistake: a memory worker's report as it quiesced counts, though it has died since."""
     right, left, said = (
         Supervisor.await_quiesced,
         KvParity.surviving_after_rebuild,
@@ -55,7 +55,7 @@ def kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:
 
 
 def came_whole(patch: pytest.MonkeyPatch) -> None:
-    """KV counts as moved, though somebody who gave it has died meanwhile."""
+    """A mistake: KV counts as moved, though a worker that gave it has died meanwhile."""
     move = MemoryResizer.move_kv
 
     def moved(self: MemoryResizer, keep: Sequence[SurvivingKv]) -> bool:
@@ -66,13 +66,13 @@ def came_whole(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_late(patch: pytest.MonkeyPatch) -> None:
-    """Who is late is not made good."""
+    """A mistake: a worker that is late is not replaced."""
     right = Supervisor.is_recoverable
     patch.setattr(Supervisor, "is_recoverable", lambda self, loss: loss.is_certain and right(self, loss))
 
 
 def one_loss_at_a_time(patch: pytest.MonkeyPatch) -> None:
-    """A loss behind another one ends the run."""
+    """A mistake: a loss during a recovery ends the run."""
     right = Supervisor.is_recoverable
 
     def alone(self: Supervisor, loss: WorkersLostError) -> bool:
@@ -108,7 +108,7 @@ def test_a_mistake_is_seen(mistake: str) -> None:
 
 @pytest.mark.long
 def test_who_is_told_to_end_gives_its_kv_away_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where nobody heeds it, it would go on as if nothing were: that is seen, too."""
+    """And where no worker heeds it, it would go on as if nothing were: that is seen, too."""
     told = [of for of in map(crossed_fleet, range(40)) if any(hit.how == TOLD for hit in of.hits)][:NOTICES]
     played = next(x for of in told if (x := (of, check_fleet(of)))[1].left)
     assert played[1].told
@@ -161,7 +161,7 @@ def test_one_that_hangs_as_kv_moves_is_replaced_within_few_times_of_a_step(place
     [("memory", "compute", 4), ("memory", "prefill", 4), ("memory", "memory", 2), ("compute", "memory", 2)],
 )
 def test_one_that_hangs_as_all_meet_behind_a_loss_is_replaced_too(lost: str, hangs: str, call: int) -> None:
-    """Whoever waits for it is late, one that has just come, too; who hangs shows as all come to rest."""
+    """A worker that waits for it is late, also one that has just come; the hanging one shows as all quiesce."""
     of = fleet_scenario(0)
     options = {**of.options, "partition": "head", "memory_workers": 2, "kv_memory": "1MiB", "pipeline": 1}
     options |= {"prefill_workers": 1, "step_timeout_s": HANG_S, "start_timeout_s": 3 * HANG_S}

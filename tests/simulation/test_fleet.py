@@ -73,7 +73,7 @@ def test_every_stream_of_many_goes_on(part: int) -> None:
 
 
 def test_whoever_dies_once_it_has_told_of_its_kv_has_none() -> None:
-    """Seed 200,063: a memory worker does while the others still come to rest."""
+    """Seed 200,063: a memory worker does while the others still quiesce."""
     assert check_fleet(planned_fleet(200_063)).deaths
 
 
@@ -88,8 +88,8 @@ def test_a_memory_worker_goes_behind_two_cuts_of_its_channels() -> None:
 
 
 class LastingCut:
-    """From the first cut on nobody reaches the host of that memory worker, whoever is started there; the driver does.
-    ``elsewhere``: whether another host has room.
+    """From the first cut on, no worker reaches the host of that memory worker, also none that is started later; the
+    driver does. ``elsewhere``: whether another host has room.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, elsewhere: bool = True) -> None:
@@ -128,7 +128,7 @@ class LastingCut:
 
 
 def cut_once(call: int) -> FleetScenario:
-    """Of one compute worker and two memory workers."""
+    """A run of one compute worker and two memory workers."""
     of = next(
         of
         for seed in range(1000)
@@ -141,7 +141,9 @@ def cut_once(call: int) -> FleetScenario:
 
 @pytest.mark.parametrize("call", [12, 30, 70])
 def test_a_cut_that_lasts_sends_a_memory_worker_to_another_host(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First the compute worker goes, which is stateless, and then whom it does not reach: nobody waits for a start."""
+    """First the compute worker goes, which is stateless, and then the worker that it does not reach: no start is waited
+    for.
+    """
     lasting = LastingCut(monkeypatch)
     monkeypatch.setattr(FleetPlay, "check_who_is_left", lambda play: None)  # who is blamed was not hit itself
     played = check_fleet(cut_once(call))
@@ -191,7 +193,7 @@ def test_sequences_that_leave_keep_their_kv(mistake: str, monkeypatch: pytest.Mo
 
 
 def unhurt(seed: int) -> FleetScenario:
-    """Of two ranks, whose sequences leave some of their memory workers, with room for all of them."""
+    """A run of two ranks, whose sequences leave some of their memory workers, with room for all of them."""
     of, rng = fleet_scenario(seed), random.Random(seed)
     more, changes = next(x for x in (leaving(rng) for _ in range(100)) if "tensor_parallel_size" in x[0])
     options = {**of.options, **more, "kv_memory": "1MiB", "pipeline": 1 + seed % 2}
@@ -203,13 +205,13 @@ def unhurt(seed: int) -> FleetScenario:
 @pytest.mark.long(but=["0"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_moves_while_all_decode_and_who_waits_to_take_a_place(part: int) -> None:
-    """Sequences, stripes on loan; prompts in stages; spares."""
+    """The parts are sequences and stripes on loan, prompts in stages, and spares."""
     played = [check_fleet(moving_fleet(seed)) for seed in range(part, MOVING, PARTS)]
     assert sum(one.deaths + one.stops + one.cuts for one in played)
 
 
 def test_a_loss_that_counters_show_as_memory_workers_come_or_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread asks for them behind the halt and before KV moves: it moves from where it lay all the same."""
+    """Another thread asks for counters after the halt and before KV moves: it moves from where it lay all the same."""
     wait, struck = WorkerExecutor.wait, list[WorkerExecutor]()
 
     def struck_behind(self: WorkerExecutor) -> Any:
@@ -236,7 +238,7 @@ def blocks_of_each(store: KvStore, group: int, keep: Iterable[SurvivingKv]) -> l
 
 @pytest.mark.parametrize("mistake", ["", "what sequences share comes for each of them"])
 def test_kv_comes_back_by_parity_in_however_many_messages(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a block each, as many as long prompts take: these are short."""
+    """A message has one block, and long prompts take as many: these are short."""
     monkeypatch.setattr(block_parts, "PART_BYTES", 1)
     if mistake:
         monkeypatch.setattr(parity_rebuild, "distinct_blocks", blocks_of_each)
@@ -244,7 +246,7 @@ def test_kv_comes_back_by_parity_in_however_many_messages(mistake: str, monkeypa
 
 
 def test_a_fork_that_is_further_than_its_source_behind_a_loss() -> None:
-    """Steps were done, and nobody had told of them: the source would write into blocks that they share."""
+    """Steps were done that had not been reported: the source would write into blocks that they share."""
     check_fleet(fleet_scenario(1108))
 
 
@@ -255,7 +257,7 @@ def test_a_scenario_is_played_again_as_it_was() -> None:
 
 
 def inbox_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What workers had said before a loss is still there behind it."""
+    """A mistake: what workers sent before a loss is still in the inbox after it."""
 
     def enter(self: WorkerRegistry, view: int, still: tuple[type[Any], ...] = ()) -> None:
         self.epoch, self._kinds_of_old_epochs = view, still
@@ -292,7 +294,9 @@ def chunks_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steps_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a loss the rounds in flight are sent once more under the new epoch, and nothing is taken back."""
+    """A mistake: after a loss the rounds in flight are sent once more under the new epoch, and nothing is
+    taken back.
+    """
     right, sent = WorkerExecutor.submit, list[RunRound]()
 
     def submit(self: WorkerExecutor, new: RunRound) -> None:
@@ -355,7 +359,7 @@ def test_a_mistake_is_seen(mistake: str) -> None:
 
 @pytest.mark.long
 def test_one_that_fails_and_says_why_is_seen_though_another_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where memory workers come and go, and nobody knows who is to be left."""
+    """It also holds where memory workers come and go, and it is open which are to be left."""
     right, turns = ComputeWorker.run_next, count(1)
 
     def run(self: ComputeWorker) -> StepDone | None:

@@ -1,4 +1,4 @@
-"""What a server has heard of completions when their engine dies is what another engine needs: readers get the same."""
+"""The outputs that a server has received when their engine dies are what another engine needs: readers get the same."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from simulation.run import EnginePlay, with_seeds
 from simulation.scenario import Scenario, scenario
 
 SEEDS, PARTS = 48, 2
-DEATHS = 3  # of engines, one behind the other
+DEATHS = 3  # of engines, one after the other
 
 
 def sent(message: Any) -> Any:
-    """As it comes out at the other end of a link."""
+    """Returns a message as it comes out at the other end of a link."""
     return msgspec.msgpack.Decoder(type(message)).decode(msgspec.msgpack.Encoder().encode(message))
 
 
 @dataclass
 class Reader:
-    """What a client has of a prompt, as its server tells it, and what the server keeps for the next engine."""
+    """The outputs that a client has of a prompt, and what the server keeps for the next engine."""
 
     hearing: PromptProgress
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Reader:
 
     @property
     def answer(self) -> tuple[Any, ...]:
-        """All that it was told."""
+        """Returns all that it was sent."""
         return self.tokens, self.texts, self.scores, self.ends, self.prompt_scores
 
 
@@ -88,7 +88,9 @@ class ServedPlay(EnginePlay):
 
 
 def answers(of: Scenario, deaths: Sequence[int]) -> tuple[dict[int, tuple[Any, ...]], int]:
-    """Of all prompts that nobody cancels, where engines die behind so many steps; and how many had begun by then."""
+    """Returns all answers that no client cancels, where engines die after so many steps; and how many had begun by
+    then.
+    """
     readers, left, begun = dict[int, Reader](), None, 0
     for steps in deaths:
         served = ServedPlay(of, readers, left)

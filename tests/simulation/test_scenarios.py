@@ -64,9 +64,9 @@ def test_every_stream_of_many_goes_on(part: int) -> None:
         612,  # what a sequence was forked from in this round gives way in it
         924,  # the plan of a batch comes before that of another one, whose transfer was begun before
         2136,  # a prefill worker dies while it tells of two chunks
-        1000014,  # nobody decodes, and what is retained is in the way of a chunk of a prompt
+        1000014,  # no sequence decodes, and what is retained is in the way of a chunk of a prompt
         5066230,  # two chunks of a prompt, the second in a block of its own, and one more prompt in a pool nearly full
-        5030298,  # a prompt is scored, gives way, comes back, and a page of it is lost behind its first rows
+        5030298,  # a prompt is scored, gives way, comes back, and a page of it is lost after its first rows
     ],
 )
 def test_rare_ones(seed: int) -> None:
@@ -81,7 +81,9 @@ def test_a_rare_one_that_the_next_engine_meets() -> None:
 @pytest.mark.long(but=["5"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_stream_goes_on_while_memory_workers_come_and_go(part: int) -> None:
-    """Some die in the midst of it, and some KV is damaged; nobody sees a difference to as many workers as at first."""
+    """Some die in the midst of it, and some KV is damaged; no reader sees a difference to as many workers
+    as at first.
+    """
     losses = changes = 0
     for seed in range(part, PLANNED, PARTS):
         outcome = check(planned(seed))
@@ -186,7 +188,7 @@ def scores_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was done before a loss is added once more."""
+    """A mistake: what was done before a loss is added once more."""
     right, right_append = Engine.on_epoch_changed, Request.append
 
     def twice(self: Request, sequence: Sequence, drawn: Any) -> None:
@@ -214,7 +216,7 @@ def old_view_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waiting_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was preempted, and whose last token was being drawn, goes on waiting for it."""
+    """A mistake: a preempted sequence whose last token was being sampled goes on waiting for it."""
     right = Scheduler.roll_back
 
     def wrong(self: Scheduler, *args: Any) -> Any:
@@ -240,7 +242,7 @@ def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def holders_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the memory workers from before."""
+    """A mistake: the memory workers are those from before."""
     right = Engine.roll_back
 
     def wrong(self: Engine, change: Any) -> Any:

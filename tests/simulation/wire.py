@@ -191,11 +191,11 @@ class SimExecutor:
         self.clock.later(NOTICED_S, notice)
 
     def _halt(self) -> EpochChanged:
-        """All that live come to rest, and say what they have."""
+        """All that live quiesce, and report what they have."""
         self._noticed = False
         silent = set[Worker]()
         for who, done in self._told:
-            if who in self._dead and self._rng.random() >= 0.5:  # it may have been said before its end, in its order
+            if who in self._dead and self._rng.random() >= 0.5:  # it may have been sent before its end, in its order
                 silent.add(who)
             if who not in silent:
                 self._hear(done)
@@ -321,7 +321,7 @@ class SimExecutor:
         )
 
     def _attend(self, row: RowRange, tokens: list[int]) -> list[int]:
-        """What each row sees, itself included."""
+        """Returns what each row sees, itself included."""
         totals = []
         if self.layout.sparse:  # each token depends on its row alone
             return [value(token, position, 0) for position, token in enumerate(tokens, row.first)]
@@ -361,7 +361,7 @@ class SimExecutor:
             self._later(self._report, op, self.memory[number].transfer(op, self._rng))
 
     def _report(self, op: SaveKv | LoadKv, said: TransferDone) -> None:
-        """Of a load whose rows may come early the end is told later, perhaps that it has failed."""
+        """The end of a load whose rows may come early is reported later, perhaps as a failure."""
         if isinstance(op, LoadKv) and op.slack_s and not any(self.layout.windows):
             self._moved.append(LoadReady(epoch=0, transfer_id=op.transfer_id))
             self._later(self._moved.append, said)
@@ -408,7 +408,7 @@ class SimExecutor:
         self._compute_next(worker)
 
     def _deliver(self, number: int) -> None:
-        """What prefill workers have computed and memory worker ``number`` was told of, in its order."""
+        """Delivers what prefill workers have computed and memory worker ``number`` was sent, in its order."""
         for worker, chunks in enumerate(self._chunks):
             chunk = next((c for c in chunks if number not in c.stored), None)
             if chunk is None or not chunk.values or (worker, chunk.run.plan.step) not in self._grants[number]:

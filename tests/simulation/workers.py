@@ -26,7 +26,7 @@ from lamina.workers.memory.committed_tokens import CommittedTokens
 
 from .model import value
 
-MOST_KEPT = 12  # pages beside a pool
+MOST_KEPT = 12  # pages outside a pool
 PAGE = 8  # tokens, of these
 TORN = -(10**9)  # stored by a step that ended half way
 
@@ -45,11 +45,11 @@ class PoolShape(NamedTuple):
     sparse: tuple[bool, ...] = ()  # groups that may drop blocks; where some may, no values are stored
 
     def weight(self, group: int, worker: int) -> int:
-        """Of what ``worker`` stores."""
+        """Returns the weight of what ``worker`` stores."""
         return self.weights[self.holders[group].index(worker)]
 
     def tables(self, groups: Sequence[int]) -> BlockTables:
-        """Of some groups."""
+        """Returns the tables of some groups."""
         windows, lanes = [self.windows[g] for g in groups], [self.lanes[g] for g in groups]
         sparse = [self.sparse[g] for g in groups] if self.sparse else []
         counts = [self.num_blocks] * len(groups)
@@ -57,7 +57,7 @@ class PoolShape(NamedTuple):
 
 
 class SimMemory:
-    """A memory worker. It is told positions, and finds them by its tables."""
+    """A memory worker. It gets positions, and finds them by its tables."""
 
     def __init__(self, number: int, layout: PoolShape) -> None:
         self.number = number
@@ -91,7 +91,7 @@ class SimMemory:
         self.written.begin(plan)
 
     def _expect(self, op: PrefetchHint) -> None:
-        """Of turns that a driver tells, in their order; and takes back what it has told."""
+        """Expects the turns that a driver announces, in their order; and reports what the driver takes back."""
         if not op.keys:
             assert self.expected.pop(op.order, 0), f"turn {op.order} was never expected, or in an older epoch"
             return
@@ -100,7 +100,7 @@ class SimMemory:
         self.expected[op.order] = op.first + len(op.keys)
 
     def write(self, sequence: int, place: KvLocation, position: int, stored: int) -> None:
-        """As far as it is kept here."""
+        """Writes what is kept here."""
         if any(self.tables.sparse):
             return
         number, at = divmod(position, self.size)
@@ -109,7 +109,7 @@ class SimMemory:
                 block[at] = stored * weight
 
     def total(self, sequence: int, place: KvLocation, position: int, span: range) -> int:
-        """Of what a query at ``position`` sees of the positions ``span`` and is kept here."""
+        """Returns the sum of what a query at ``position`` sees of the positions ``span`` and is kept here."""
         total, size, stop = 0, self.size, span.stop
         for group, window in enumerate(self.tables.windows):
             low = max(span.start, position - window + 1) if window else span.start
@@ -119,7 +119,7 @@ class SimMemory:
         return total
 
     def _stored(self, group: int, sequence: int, place: KvLocation, numbers: range) -> list[tuple[int, list[int]]]:
-        """Of these blocks, without those that others keep: the first position, and what is stored."""
+        """Returns these blocks, without those that others keep: the first position, and what is stored."""
         lanes, blocks = self.tables.kv_shards[group], self._blocks[group]
         if self.tables.stripe_blocks and not lanes.has_all:
             each = ((n, self.block(group, sequence, place, n)) for n in numbers)
@@ -160,7 +160,7 @@ class SimMemory:
         )
 
     def drop(self, op: DeletePages) -> None:
-        """Behind what is saved."""
+        """Drops pages after those that are saved."""
         for key in op.keys:
             self.medium.pop(key, None)
 
@@ -192,7 +192,7 @@ class SimMemory:
         return blocks
 
     def block(self, group: int, sequence: int, place: KvLocation, number: int) -> list[int] | None:
-        """What is stored of it; None where others keep it."""
+        """Returns what is stored of it; None where others keep it."""
         tables = self.tables
         lane = tables.placement.kv_shard_at(place, number)
         if lane not in tables.kv_shards[group]:
@@ -236,7 +236,7 @@ class SimPrefill:
         return values[before:], self._total(values, row.location, len(values) - 1)
 
     def _total(self, values: Sequence[int], place: KvLocation, position: int) -> int:
-        """Of what a query there sees of ``values``, as all memory workers would have it."""
+        """Returns the sum of what a query there sees of ``values``, as all memory workers would have it."""
         total, size = 0, self._layout.block_size
         lanes = [self._placement.kv_shard_at(place, number) for number in range(-(-len(values) // size))]
         for window, own, weight in self._groups:

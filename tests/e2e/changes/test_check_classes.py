@@ -111,8 +111,8 @@ def test_parity_brings_all_bits_back(based: Check) -> None:
     assert (verdict.held, verdict.exactness) == (True, "bitwise"), verdict.note
 
 
-# What is wrong then, of the driver. A token that is told twice; the text that is computed again is another one; KV of
-# all is computed again, not of those alone who have lost theirs.
+# What is wrong then, of the driver. The mistakes of the driver. One reports a token twice, one computes another text
+# again. The last computes the KV of all sequences again, not only of those that have lost theirs.
 def tell_twice(patch: pytest.MonkeyPatch) -> None:
     roll_back = Scheduler.roll_back
 

@@ -15,7 +15,7 @@ from lamina.protocol.executor import WorkerError
 from lamina.workers.epoch_channels import EpochFabric
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
-# Penalties count on what workers were told before; log-probabilities show a wrong bit where a token would not.
+# Penalties depend on what workers were sent before; log-probabilities show a wrong bit where a token would not.
 PARAMS = SamplingParams(
     temperature=0.0, max_tokens=24, logprobs=2, frequency_penalty=0.4, repetition_penalty=1.1, ignore_eos=True
 )
@@ -75,7 +75,7 @@ def test_workers_meet_anew_and_their_sequences_go_on(
         assert all(
             counters(llm, role, "loads") for role in ("compute", *(["prefill"] if "prefill_workers" in options else []))
         )
-        # Of prompts that prefill workers computed, what is behind the retained chunks is computed where these lie.
+        # Of prompts that prefill workers computed, the rest after the retained chunks is computed where these lie.
         rests = sum((len(p) - 1) % 32 + 1 for p in prompts if len(p) > 32) if "prefill_workers" in options else 0
         for before, after in zip(rows, counters(llm, "memory", "rows"), strict=True):
             assert after - before <= before + rests, "no prompt was filled in again"

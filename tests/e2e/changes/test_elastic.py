@@ -1,4 +1,4 @@
-"""Memory workers come and go while sequences run: KV moves, weights stay, and nobody's tokens change.
+"""Memory workers come and go while sequences run: KV moves, weights stay, and no sequence's tokens change.
 
 Covers: lamina/executor/termination_notice.py.
 """
@@ -30,7 +30,7 @@ from lamina.workers.memory.kv_transfer import transfer_link
 from lamina.workers.memory.memory_worker import MemoryWorker
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
-# Penalties count on what workers were told before; log-probabilities show a wrong bit where a token would not.
+# Penalties depend on what workers were sent before; log-probabilities show a wrong bit where a token would not.
 PARAMS = SamplingParams(temperature=0.0, max_tokens=44, logprobs=1, frequency_penalty=0.4, ignore_eos=True)
 PROMPTS = [[7 + i % 200 for i in range(n)] for n in (3, 140, 290)]
 
@@ -157,7 +157,7 @@ def test_what_lies_beside_the_pool_is_found_by_those_that_there_are(
 
 @pytest.mark.long
 def test_a_part_without_room_for_a_sequence_leaves_all_as_it_is(tiny_lm: Path) -> None:
-    """Of which two workers have a half each, and three would have a third."""
+    """Two workers have a half of a sequence each, and three would have a third."""
     size = {"kv_offloading_size": "8MiB", "partition": "request"}
     with open_llm(tiny_lm, transport="loopback", **size) as llm:
         _, (outcome,) = run(llm, [(3, [])])
@@ -203,7 +203,7 @@ def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
 def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
     caches: bool, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not there is KV to move: of two stores beside each other a host may not have the second."""
+    """They do so whether or not there is KV to move: a host may have no room for two stores at once."""
     workers, taken, made, right = list[MemoryWorker](), list[Any](), MemoryWorker.__init__, arena.huge_page_zeros
     monkeypatch.setattr(MemoryWorker, "__init__", lambda self, *args: (workers.append(self), made(self, *args))[1])
     options = {"partition": "request", "transport": "loopback", "enable_prefix_caching": caches}
@@ -229,7 +229,7 @@ def test_workers_that_come_to_an_idle_engine_take_their_memory_once(
 @pytest.mark.long
 @pytest.mark.parametrize("partition", ["head", "token"])
 def test_who_stays_has_no_second_store_while_kv_moves(partition: str, tiny_lm: Path) -> None:
-    """By what is resident in its process, at its highest: its own store, and a layer."""
+    """The peak of its process's resident memory shows its own store, and one layer."""
     size = 256 << 20
     with open_llm(tiny_lm, transport="shm", partition=partition, kv_memory=f"{size >> 20}MiB") as llm:
         for number, count in enumerate((4, 2, 4)):
@@ -240,7 +240,7 @@ def test_who_stays_has_no_second_store_while_kv_moves(partition: str, tiny_lm: P
             _, outcomes = run(llm, [(count, [])])
             assert [(o.error, o.moved_bytes > 0) for o in outcomes] == [("", True)]
             assert [llm.pools.pids[f"memory-{n}"] for n in range(2)] == there
-            if number:  # at first nobody had written most of it
+            if number:  # at first most of it had never been written
                 more = [resident(pid, "VmHWM") - had for pid, had in zip(there, before, strict=True)]
                 assert max(more) < size // 2, [nbytes >> 20 for nbytes in more]
             assert eventually(partial(all_have, there, 0.9 * size), 60.0)
@@ -272,7 +272,7 @@ def test_one_that_is_to_go_may_die_before(tiny_lm: Path) -> None:
 
 @pytest.mark.long
 def test_a_spare_takes_any_of_the_places_that_there_are_by_then(tiny_lm: Path) -> None:
-    """Behind workers that came, and that went; it stays a spare meanwhile."""
+    """It comes after workers that came, and that went; it stays a spare meanwhile."""
     with open_llm(tiny_lm, transport="shm", dtype="float32", partition="request", spare_memory=1) as llm:
         wanted, _ = run(llm)
         (first,) = [m.handle.pid for m in llm.pools.workers.spare_workers]
@@ -369,7 +369,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
 def test_who_is_told_to_end_gives_its_kv_to_another_first(
     workers: int, partition: str, ends: list[int], tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are told together, as all of a host are, go by one change of the epoch."""
+    """Workers that are signalled together, such as all of a host, leave in one change of the epoch."""
     monkeypatch.setattr(termination_notice, "GATHER_S", 2.0 if len(ends) > 1 else 0.25)  # a busy host brings word late
     options = {"partition": partition, "transport": "shm", "max_recoveries": 0}
     with open_llm(tiny_lm, memory_workers=workers, **options) as llm:

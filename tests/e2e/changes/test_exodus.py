@@ -26,7 +26,7 @@ PROMPTS = [[7 + i % 200 for i in range(n)] for n in (3, 140, 290, 33, 70, 21)]
 
 
 class Left(NamedTuple):
-    """What became of all: by prompt, and of the change."""
+    """The outcome: of each prompt, and of the change."""
 
     answers: list[Any]
     outcome: ResizeResult | None
@@ -116,8 +116,8 @@ def test_they_leave_one_by_one_with_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_leave_with_the_same_bits_each_time_beside_other_work(tiny_lm: Path) -> None:
-    """The last one to leave was computed again in two of nine runs, once, as the pause came before its copy was known
-    of; whether it did hung on who got a core.
+    """The last one to leave was computed again in two of nine runs, as the pause came before its copy was known of. It
+    depended on which thread got a core.
     """
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     options = {"tensor_parallel_size": 2, "memory_workers": 4, "enable_prefix_caching": False}

@@ -1,4 +1,4 @@
-"""Kill things: a clear error soon, no hang, and nothing left behind."""
+"""Kill things: a clear error soon, no hang, and no process or memory is left."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_worker_goes_with_its_driver_also_while_it_imports(serve: str) -> None
 
 
 def gone(pid: int, timeout_s: float = 0.0) -> bool:
-    """Whether the process has ended within so many seconds, which are slept: workers need the cores."""
+    """Returns whether the process has ended within so many seconds, which are slept: workers need the cores."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

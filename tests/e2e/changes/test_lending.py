@@ -65,7 +65,7 @@ class Lent:
         return service
 
     def guests(self) -> list[tuple[LenderService, int]]:
-        """Of memory workers that are members: who lends them, and their processes."""
+        """Returns the borrowed memory workers that are members: their creditors and their processes."""
         names = [getattr(m.handle, "loan", None) for m in self.llm.pools.registry.memory]
         members = {loan.creditor for loan in names if loan is not None}
         return [(s, g.process.pid) for s in self.creditors for g in s.guests.values() if s.name in members]
@@ -101,9 +101,9 @@ def test_a_prompt_of_more_than_there_is_has_a_large_ones_bits(lent: Lent) -> Non
 
 @pytest.mark.long
 def test_what_a_guest_holds_goes_home_while_its_sequence_decodes(lent: Lent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as short ones have made room there, so that a recall finds less to move."""
+    """It goes as soon as short sequences have made room there, so that a recall finds less to move."""
     monkeypatch.setattr(borrower, "UNUSED_S", 600.0)  # a slow host decodes for longer than an empty guest stays
-    told(lent.llm, [LONG[::-1]])  # so somebody has lent
+    told(lent.llm, [LONG[::-1]])  # so another deployment has lent
     moves, pauses = lent.llm.engine.scheduler.features[KvMigration], lent.llm.pools.resizer.moved_bytes
     before, paused = moves.num_moved_blocks, pauses.total()
     assert [o.token_ids for r in lent.llm.generate(CROWD, CROWDED) for o in r.outputs] == lent.crowd

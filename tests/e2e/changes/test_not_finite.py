@@ -36,7 +36,7 @@ def breakable(request: pytest.FixtureRequest) -> Iterator[tuple[Any, LLM]]:
 @pytest.mark.long(but=["{}-inf"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_only_the_request_with_such_logits_ends(breakable: tuple[Any, LLM], value: float) -> None:
-    """KV blocks that it leaves behind are used again, and are no harm."""
+    """The KV blocks that it leaves are used again, and are no harm."""
     model, llm = breakable
     wanted = tokens(llm, GOOD)
     assert [len(t) for t in wanted] == [12, 12, 12]

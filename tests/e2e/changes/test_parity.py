@@ -16,11 +16,14 @@ from lamina import LLM, SamplingParams
 pytestmark = pytest.mark.usefixtures("no_child_left")
 PARAMS = SamplingParams(temperature=0.8, max_tokens=24, seed=3, logprobs=1, frequency_penalty=0.4, ignore_eos=True)
 PROMPTS = [[7 + i % 200 for i in range(n)] for n in (3, 140, 290, 291)]
-TOLD = 30, 60  # tokens in all, at which somebody is killed
+TOLD = 30, 60  # tokens in all, at which a worker is killed
 
 
 def run(llm: LLM, kills: Mapping[int, list[str]]) -> list[Any]:
-    """Tokens and their log-probabilities, unrounded. ``kills``: who is killed once so many tokens are told."""
+    """Tokens and their log-probabilities, unrounded.
+
+    ``kills``: the workers that are killed once so many tokens have come.
+    """
     left, outputs = dict(sorted(kills.items())), dict[int, Any]()
     with llm.stream(PROMPTS, PARAMS) as stream:
         for output in stream:

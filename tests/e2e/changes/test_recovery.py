@@ -155,7 +155,9 @@ def test_one_that_is_stopped_is_replaced_long_before_the_deadline_of_a_step(llam
 def test_one_whose_interpreter_stands_still_is_not_replaced(
     seconds: int, llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For longer than one may be stopped: it answers nothing and takes no CPU time, and goes on by itself."""
+    """It stands still for longer than one may be stopped: it answers nothing and takes no CPU time, and goes on by
+    itself.
+    """
     monkeypatch.setitem(local.ROLES, "memory", ("tests.support.models.held_interpreter", "serve_memory"))
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv(SECONDS, str(seconds))
@@ -170,7 +172,7 @@ def test_one_whose_interpreter_stands_still_is_not_replaced(
 
 @pytest.mark.slow
 def test_one_that_hangs_is_replaced_once_a_step_is_late(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that nobody sees to be stopped is as one that hangs."""
+    """A worker whose stop is not seen is as one that hangs."""
     monkeypatch.setattr("lamina.executor.stall_detector.STOPPED_S", 1e9)
     options: dict[str, Any] = {"memory_workers": 2, "prefill_workers": 1, "step_timeout_s": 3.0, "max_recoveries": 100}
     with LLM(str(llama_path), **options) as llm:
@@ -204,7 +206,7 @@ def test_kv_that_is_built_again_in_half_precision_errs_no_more_than_its_rounding
     assert found.num_completions == len(prompts)
     assert 0.0 < found.logit_error <= bound
     assert not found.num_wrong
-    for output in outputs.values():  # the same, behind another text: as if KV were built again of the wrong tokens
+    for output in outputs.values():  # the same, after another text: as if KV were built again of the wrong tokens
         output.prompt_token_ids[-1] ^= 1
     found, _ = exact.agreement("bfloat16", "auto", list(outputs.values()))
     assert found.logit_error > bound

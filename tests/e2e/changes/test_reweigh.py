@@ -1,4 +1,4 @@
-"""A memory worker that reads less than others has a smaller part while sequences run; nobody's tokens change."""
+"""A memory worker that reads less than others gets a smaller part while sequences run; no sequence's tokens change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Watched:
-    """What a server does with the counters of ``llm``, by a clock of its own."""
+    """The server's use of the counters of ``llm``, by a clock of its own."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.now = llm, 0.0
@@ -117,7 +117,7 @@ def test_parts_stay_where_they_are_not_measured_or_cannot_be_others(
 
 @pytest.mark.long
 def test_parts_stay_where_what_runs_would_have_no_room(tiny_lm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The larger part of one fills its memory earlier. It is said once for as long as the same one is slower."""
+    """The larger part of one fills its memory earlier. It is logged once for as long as the same one is slower."""
     with open_llm(
         tiny_lm, transport="loopback", memory_weights="measured", partition="token", max_model_len=512, kv_memory="1MiB"
     ) as llm:

@@ -1,4 +1,4 @@
-"""A spare memory worker has the memory of its pool before it takes a place, and that one alone behind it."""
+"""A spare memory worker has the memory of its pool before it takes a place, and only that one afterwards."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_its_pages_are_there_before_it_takes_a_place_and_there_is_no_second_stor
 
 
 def descriptors() -> Counter[str]:
-    """Of this process, which is the driver's, by kind."""
+    """Counts the descriptors of this process, which is the driver's, by kind."""
     kinds = Counter[str]()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -124,7 +124,7 @@ def test_a_gpu_that_is_not_there_is_told_in_one_line(name: str, transport: str, 
 
 
 class Sent:
-    """Where the messages of slices were."""
+    """Records the memory in which the messages of slices were."""
 
     def __init__(self) -> None:
         self.devices: set[str] = set()
@@ -143,7 +143,7 @@ MOVED = ("llama-gqa", "llama-tied", "gemma2", "gpt2", "mpt", "bloom", "mixtral")
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in MOVED],
                          ids=lambda f: f.name)  # fmt: skip
 def test_moved_slices_have_nothing_left_on_the_host(family: Any) -> None:
-    """By torch's fake tensors, which compute shapes and devices alone, and refuse to mix devices."""
+    """Torch's fake tensors show it: they compute shapes and devices alone, and refuse to mix devices."""
     mode, program = FakeTensorMode(), convert_model(family.build(), max_model_len=64)
 
     def there(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def by_nccl() -> Iterator[str]:
 
 @contextmanager
 def beside_nics() -> Iterator[str]:
-    """The same, where each GPU has a ConnectX beside it that its kernels drive; of tests/netstack/nic/test_mlx5.py."""
+    """The same, where each GPU has a ConnectX of its own that its kernels drive; of tests/netstack/nic/test_mlx5.py."""
     with on_gpus():
         yield "mlx5"
 
@@ -73,7 +73,7 @@ Hosts = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def of_hosts(llama_path: Path) -> Hosts:
-    """What hosts give with these options, run once: each is compared with both kinds of GPUs."""
+    """Runs hosts with these options once, and returns their tokens: each is compared with both kinds of GPUs."""
     known: dict[str, list[Any]] = {}
 
     def give(prompts: list[list[int]], **options: Any) -> list[Any]:
@@ -121,8 +121,8 @@ def test_the_bits_are_those_of_hosts(
 def test_tokens_are_those_of_hosts_where_slices_are_graphs(
     options: dict[str, Any], where: Where, llama_path: Path, prompts: list[list[int]], of_hosts: Hosts
 ) -> None:
-    """As many rows as there are, in graphs of more, with messages as parts of them or between them; of ranks, whose
-    graphs end where they meet, and of two batches.
+    """The rows are as many as there are, in graphs of more, with messages as parts of them or between them. Ranks'
+    graphs end where they meet, and there are two batches.
     """
     options = {**options, "deterministic": False}
     wanted = of_hosts(prompts, **options)

@@ -87,7 +87,7 @@ def test_keys_that_know_no_parent_are_found(
 def test_a_fork_in_the_wrong_lane_is_found(
     partition: str, keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows say that what it begins with lies in the KV shard next to its source's; and nobody refuses the plan."""
+    """Its rows say that its shared tokens lie in the KV shard next to its source's, and the plan is accepted."""
     comparison, _ = keeping
     split = {"memory_workers": 2, "partition": partition}
     cached = [replace(s, options={**s.options, **split}) for s in kv_reuse_settings("auto") if s.axis == "prefix cache"]

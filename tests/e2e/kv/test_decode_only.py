@@ -28,7 +28,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def rows_of(trace: str) -> list[tuple[int, int]]:
-    """Of each step: rows of its first slice, and those that draw, of its last one."""
+    """Returns the rows of each step: those of its first slice, and those that its last one samples."""
     steps = defaultdict[tuple[int, int], dict[int, int]](dict)
     for span in read(trace).spans:
         if span.event is Event.SLICE and span.device.startswith("compute"):

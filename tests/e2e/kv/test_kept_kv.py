@@ -1,4 +1,4 @@
-"""KV beside the pools: evicted and loaded again, saved by one engine and loaded by another, always bit for bit.
+"""KV outside the pools: evicted and loaded again, saved by one engine and loaded by another, always bit for bit.
 
 Covers: lamina/kv/storage/host.py.
 """
@@ -72,7 +72,7 @@ def test_what_was_evicted_comes_back_bit_for_bit(
     roomy = {**TINY, **way, "kv_memory": "4MB"}
     with LLM(str(llama_path), **roomy) as llm:
         ask(llm, PROMPT)
-        never = ask(llm, [*PROMPT[:256], *PROMPT[:40]])  # forked behind 256 tokens
+        never = ask(llm, [*PROMPT[:256], *PROMPT[:40]])  # forked after 256 tokens
     with LLM(str(llama_path), **{**TINY, **way, **where}) as llm:
         for prompt in (PROMPT, *OTHERS):
             assert ask(llm, prompt).num_cached_tokens == 0
@@ -122,7 +122,7 @@ def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path:
 @pytest.mark.long
 @pytest.mark.parametrize("way", TIGHT, ids=str)
 def test_a_preempted_one_goes_on_bit_for_bit(way: dict[str, Any], llama_path: Path) -> None:
-    """As if it had never been away, in the middle of a page; computed anew it differs in the last bits."""
+    """It goes on as if it had never been away, in the middle of a page; computed anew it differs in the last bits."""
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=3)
     prompts, found, counted = [PROMPT[:200], OTHERS[0][:190]], list[Any](), list[Any]()
     runs = [{"kv_memory": "4MB"}, {"preemption_mode": "auto"}, {"preemption_mode": "recompute"}]
@@ -199,7 +199,7 @@ def test_a_request_that_is_cancelled_while_its_kv_is_loaded(
 
 @pytest.mark.long
 def test_pages_are_saved_as_they_fill(llama_path: Path, reference: Reference) -> None:
-    """Long before their request ends, and as they would be found behind it, to the last token."""
+    """They are saved long before their request ends, and as they would be found after it, to the last token."""
     with LLM(str(llama_path), memory_workers=2, kv_offloading_size="64MiB", **TINY) as llm:
         engine, tier = llm.engine, llm.engine.scheduler.features.get(OffloadIndex)
         assert tier is not None
@@ -230,7 +230,7 @@ def test_pages_are_saved_as_they_fill(llama_path: Path, reference: Reference) ->
 def test_what_is_to_be_saved_is_saved_though_others_end_before(
     llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A memory worker hears that the driver ends once the compute worker has gone; behind a loss it saves no more."""
+    """A memory worker hears that the driver ends once the compute worker has gone; after a loss it saves no more."""
     gone, where = threading.Event(), {**TINY, "kv_store_dir": str(tmp_path / "kv")}
     serve, abort, write = MemoryWorker.serve, MemoryWorker.abort, FileStorage.write
 
@@ -294,7 +294,7 @@ def test_nothing_is_found_behind_a_reset(llama_path: Path) -> None:
 
 
 def test_a_reset_is_not_forgotten_by_the_next_engine(llama_path: Path, tmp_path: Path) -> None:
-    """What was saved before it is found by nobody any more, and goes; what comes behind it is."""
+    """Pages from before the reset are found no more, and go; pages that come after it are found."""
     where = {**TINY, "kv_store_dir": str(tmp_path / "kv"), "memory_workers": 2}
     with LLM(str(llama_path), **where) as llm:
         ask(llm, PROMPT)

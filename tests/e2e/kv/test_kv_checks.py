@@ -75,7 +75,7 @@ def test_a_block_that_is_damaged_is_never_attended(
 def test_who_looks_at_a_share_finds_it_some_steps_later(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 20 steps and more that attend it one looks at least, but for one run in 10^6."""
+    """A share of 20 steps and more that attend it checks at least once, but for one run in 10^6."""
     monkeypatch.setenv(FAILPOINT, str(tmp_path / "wire"))
     tripwire = Failpoint(tmp_path / "wire")
     with open_llm(checkpoint, kv_checks=0.5) as llm:

@@ -30,7 +30,7 @@ def told(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.mark.long
 def test_nothing_is_left_out_and_nothing_is_apart(llama_path: Path) -> None:
-    """Also where completions come and go, so a shadow begins behind the one that it follows."""
+    """It also holds where completions come and go, so that a reference decode begins after the one that it follows."""
     with LLM(str(llama_path), **{**SPARSE, "kv_sparsity": "select", "kv_budget": 512, "kv_error_budget": LAX}) as llm:
         answers = told(llm.generate(PROMPTS, PARAMS))
         watch = llm.engine.scheduler.features.get(ReferenceDecoder).monitor  # type: ignore[union-attr]
@@ -68,7 +68,7 @@ def test_what_is_left_out_is_seen(way: dict[str, Any], llama_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["select", "evict"])
 def test_over_budget_answers_go_on_with_all_kv(form: str, llama_path: Path) -> None:
-    """Behind the tokens that they have; and new ones with more of it, in the end with all."""
+    """Running answers go on with all KV after the tokens that they have; new ones get more of it, in the end all."""
     options, long = {**SPARSE, "kv_sparsity": form, "kv_error_budget": TIGHT}, greedy(80)
     with LLM(str(llama_path), **options) as llm:
         shadows = llm.engine.scheduler.features.get(ReferenceDecoder)

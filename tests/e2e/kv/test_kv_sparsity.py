@@ -22,7 +22,7 @@ SHIPPED = str(Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "mo
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 DENSE = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, kv_sparsity="none")
 PROMPTS = [[(7 * i + k) % 90 + 5 for i in range(n)] for k, n in ((1, 400), (5, 333), (9, 60))]
-LONG = [prompt[:340] for prompt in PROMPTS[:2]]  # with 160 tokens behind them
+LONG = [prompt[:340] for prompt in PROMPTS[:2]]  # with 160 tokens after them
 TINY: dict[str, Any] = {"dtype": "float32", "transport": "loopback", "prefill_chunk": 64, "block_size": 16}
 EVICT: dict[str, Any] = {**TINY, "kv_sparsity": "evict", "kv_budget": 128, "kv_recent": 32, "kv_full_layers": 1}
 
@@ -51,7 +51,7 @@ def dense(llama_path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def sparse(llama_path: Path, dense: Any) -> Any:
-    """By one memory worker; who asks for all has all, beside those who do not."""
+    """One memory worker serves it; a request that asks for all KV has all, in the same steps as those that do not."""
     with LLM(str(llama_path), **EVICT) as llm:
         answers = told(llm.generate(PROMPTS, PARAMS))
         lost = dropped(llm)
@@ -86,7 +86,7 @@ def test_the_same_blocks_and_bits_whoever_holds_the_heads(way: dict[str, Any], s
 
 @pytest.fixture(scope="module")
 def selecting(llama_path: Path, dense: Any) -> Any:
-    """By one memory worker. Who asks for all has all, and nothing that others have approximated."""
+    """One memory worker serves it. Who asks for all has all, and nothing that others have approximated."""
     with LLM(str(llama_path), **SELECT) as llm:
         answers = told(llm.generate(PROMPTS, PARAMS))
         hits = llm.engine.scheduler.features[PrefixCache].num_hit_tokens
@@ -128,8 +128,8 @@ def test_a_budget_for_all_is_no_approximation(llama_path: Path, dense: Any) -> N
 
 @pytest.mark.long
 def test_more_sequences_fit() -> None:
-    """Masks would free nothing: with one full layer of four and a tenth of the prompt in the others, at least twice as
-    many run at once in the same memory, nobody is preempted, and all of it is free behind.
+    """Masks would free nothing. With one full layer of four and a tenth of the prompt in the others, at least twice as
+    many run at once in the same memory. None is preempted, and all memory is free afterwards.
     """
     prompts = [[(7 * i + k) % 1900 + 5 for i in range(960)] for k in range(4)]
     options: dict[str, Any] = {**TINY, "prefill_chunk": 256, "enable_prefix_caching": False, "max_model_len": 1024}
@@ -148,7 +148,7 @@ def test_more_sequences_fit() -> None:
 
 @pytest.mark.long
 def test_what_is_kept_is_not_frozen_on_the_prompt() -> None:
-    """Of the demo's model, which goes on to copy: after 500 tokens many of the kept blocks are of its own ones."""
+    """The demo's model goes on to copy: after 500 tokens many of the kept blocks are of its own ones."""
     prompt = [(37 * i * i + 11 * i) % 1900 + 10 for i in range(500)] * 2
     options: dict[str, Any] = {"kv_budget": 256, "kv_recent": 16, "kv_sink": 16, "block_size": 16}
     with LLM(SHIPPED, transport="loopback", kv_sparsity="evict", **options) as llm:

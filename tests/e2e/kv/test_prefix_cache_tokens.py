@@ -39,7 +39,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module", params=OPTIONS, ids=str)
 def llm(request: pytest.FixtureRequest, llama_path: Path) -> Iterator[LLM]:
-    """By default: no option says that prefixes are kept."""
+    """The defaults: no option says that prefixes are kept."""
     with LLM(str(llama_path), dtype="float32", prefill_chunk=64, **request.param) as llm:
         yield llm
 
@@ -158,7 +158,7 @@ def test_prefixes_are_kept_unless_somebody_says_no(options: dict[str, Any], kept
 
 
 def test_beside_prefill_workers_a_short_rest_is_computed_where_its_beginning_lies(llama_path: Path) -> None:
-    """A turn behind another: nobody computes the conversation again. A long rest goes to a prefill worker, which has
+    """A turn follows another: the conversation is not computed again. A long rest goes to a prefill worker, which has
     the beginning as well, as it has computed that.
     """
     first = [3 + (7 * i) % 300 for i in range(96)]

@@ -26,7 +26,7 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First rows are thought to take so long that a gate opens behind the first layer."""
+    """First rows are thought to take so long that a gate opens after the first layer."""
     monkeypatch.setattr(SwapPolicy, "prefill_estimate_s", lambda self, tokens: 1e3)
 
 
@@ -36,7 +36,7 @@ def script(monkeypatch: pytest.MonkeyPatch, *happenings: dict[str, Any]) -> None
 
 
 def asked_twice(llm: LLM, prompt: list[int] = PROMPT) -> tuple[list[int], list[int], int]:
-    """The tokens of a prompt that is computed, those behind its load, and how many of it were loaded."""
+    """Returns the tokens of a prompt that is computed, those after its load, and how many of it were loaded."""
     tokens = list[list[int]]()
     for _ in range(2):
         (output,) = llm.generate([prompt], PARAMS)

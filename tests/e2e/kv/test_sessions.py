@@ -1,4 +1,4 @@
-"""Conversations that have a name: they sleep in the pool or beside it, wake, and are forgotten whole.
+"""Conversations that have a name: they stay in the pool or are offloaded, continue, and are forgotten whole.
 
 Covers: lamina/cli/operate/sessions.py.
 """
@@ -30,14 +30,14 @@ def text(number: int, length: int) -> list[int]:
 
 
 def turn(llm: LLM, name: str | None, prompt: list[int]) -> tuple[list[int], int]:
-    """The conversation behind the turn, and the tokens whose KV was there."""
+    """Returns the conversation after the turn, and the tokens whose KV was there."""
     (output,) = llm.generate([prompt], PARAMS, session_id=name)
     return [*prompt, *output.outputs[0].token_ids], output.num_cached_tokens or 0
 
 
 @pytest.mark.long
 def test_a_session_outlives_what_has_no_name(llama_path: Path, reference: Reference) -> None:
-    """The pool has room for one long prompt beside it: who has a name gives way last, and forgets nothing."""
+    """The pool has room for one more long prompt: a named session is evicted last, and forgets nothing."""
     with LLM(str(llama_path), memory_workers=2, kv_memory="262144", max_model_len=512, **OPTIONS) as llm:
         blocks = llm.engine.free_blocks
         said, _ = turn(llm, "mine", text(1, 150))
@@ -67,11 +67,11 @@ def test_what_others_share_stays(llama_path: Path) -> None:
         second, cached = turn(llm, "b", [*system, *text(2, 130)])
         assert cached == 256
         llm.drop_session("a")
-        llm.engine.finish_in_flight()  # what is on its way beside the pool is there
+        llm.engine.finish_in_flight()  # pages in flight to storage are there
         llm.engine.scheduler.evict_retained()
         _, cached = turn(llm, None, [*first, 7])
         assert cached == 256, "two pages are the other's too, the third one was its own"
-        llm.engine.finish_in_flight()  # what is on its way beside the pool is there
+        llm.engine.finish_in_flight()  # pages in flight to storage are there
         llm.engine.scheduler.evict_retained()
         assert turn(llm, "b", [*second, 7])[1] == len(second) - 1
         assert dict(llm.engine.sessions.hits) == {"host": 1}
@@ -81,7 +81,7 @@ def test_one_that_was_put_out_of_the_pool_wakes_from_beside_it(llama_path: Path,
     with LLM(str(llama_path), memory_workers=2, kv_offloading_size="16MiB", **OPTIONS) as llm:
         said, _ = turn(llm, "mine", text(1, 270))
         assert llm.sessions()[0].tier == "pool"
-        llm.engine.finish_in_flight()  # what is on its way beside the pool is there
+        llm.engine.finish_in_flight()  # pages in flight to storage are there
         llm.engine.scheduler.evict_retained()
         turn(llm, None, text(3, 40))
         assert llm.sessions()[0].tier == "host"
@@ -119,7 +119,7 @@ def test_a_replay_goes_on_behind_a_restart_with_other_workers(
     llama_path: Path, tmp_path: Path, reference: Reference
 ) -> None:
     """Two conversations, in turns: by head over two workers, then by token over three. Each turn has the tokens that it
-    would have had, and the first ones behind the restart are found on the disk, though nobody knows the names.
+    would have had. The first turns after the restart are found on the disk, though no worker knows the names.
     """
     said, where = {name: text(number, 140) for number, name in enumerate("ab")}, {"kv_store_dir": str(tmp_path / "kv")}
     for start in ({"memory_workers": 2}, {"memory_workers": 3, "partition": "token", "block_size": 16}):

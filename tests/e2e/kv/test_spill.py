@@ -24,7 +24,7 @@ Told = list[tuple[list[int], Any]]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a model of more tokens than one memory worker holds."""
+    """Makes a model of more tokens than one memory worker holds."""
     found: Path = tmp_path_factory.mktemp("longer")
     llama(max_position_embeddings=2048).save_pretrained(found)
     return str(found)
@@ -36,7 +36,7 @@ def told(llm: LLM, prompts: list[list[int]] = PROMPTS) -> Told:
 
 @pytest.fixture(scope="module")
 def large(path: str) -> Told:
-    """Of one memory worker that holds all."""
+    """Returns the tokens of one memory worker that holds all."""
     with LLM(path, transport="loopback", memory_workers=1, kv_memory="8MB", **TINY) as llm:
         return told(llm)
 
@@ -102,7 +102,9 @@ def test_a_pool_that_cannot_hold_one_sequence_is_refused(path: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", "loopback"])
 def test_a_loan_goes_home_while_its_sequence_decodes(transport: str, path: str) -> None:
-    """As soon as short ones have made room there: the source goes on serving, and the bits are those of one worker."""
+    """It goes as soon as short sequences have made room there: the source goes on serving, and the bits are those of
+    one worker.
+    """
     short = [[(11 * i + 3 + n) % 300 + 5 for i in range(130)] for n in range(3)]
     prompts = [*short, LONG[:450]]
     params = [*(SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True) for _ in short)]

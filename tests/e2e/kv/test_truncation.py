@@ -1,5 +1,5 @@
-"""Conversations longer than the context: the KV of a session is cut and moved, and decoding goes on as if transformers
-had been handed the same keys at the same positions.
+"""Conversations longer than the context: the KV of a session is cut and moved. Decoding goes on as if transformers had
+been handed the same keys at the same positions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Mirror:
 
     @torch.inference_mode()
     def take(self, tokens: list[int]) -> int:
-        """Behind what is there; the next token."""
+        """Appends to what is there; returns the next token."""
         at = torch.arange(self.length, self.length + len(tokens))
         out = self.model(torch.tensor([tokens]), position_ids=at[None], past_key_values=self.cache, cache_position=at)
         self.length += len(tokens)
@@ -205,7 +205,7 @@ def test_keep_first_that_has_no_room(llama_path: Path, options: dict[str, Any], 
 
 
 def test_the_next_turn_may_come_at_once_and_its_salt_counts(llama_path: Path) -> None:
-    """Before the engine has settled behind the turn: an idle server does so a moment later."""
+    """It may come before the engine has settled after the turn: an idle server does so a moment later."""
     name = SessionName(b"", "mine")
     with LLM(str(llama_path), memory_workers=1, **OPTIONS) as llm:
 

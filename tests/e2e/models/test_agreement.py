@@ -22,7 +22,9 @@ def model() -> Any:
 
 
 def completion(model: Any, prompt: list[int], noise: float = 0.0, swap_at: int | None = None) -> RequestOutput:
-    """What a perfect engine would return, but for a token at ``swap_at``, and log-probabilities off by ``noise``."""
+    """Returns the output of a perfect engine, but for a token at ``swap_at``, and log-probabilities off by
+    ``noise``.
+    """
     ids = torch.tensor([prompt])
     tokens = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False, eos_token_id=None

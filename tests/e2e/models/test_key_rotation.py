@@ -1,4 +1,6 @@
-"""Of which families stored keys can be moved: what their own rotary modules say is proved, the others are named."""
+"""The families whose stored keys can be moved: the claims of their own rotary modules are proved, the
+others are named.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 2,
     "gemm": "torch",
 }
-NUM_COMPUTE = 2  # of each spread; by torch none has its weights packed beside those of the files
+NUM_COMPUTE = 2  # of each spread; by torch none keeps packed copies of the files' weights
 SIZES = [
     pytest.param({"hidden": 2048, "layers": 2}, 4, id="0.2 GB", marks=pytest.mark.timeout(200)),
     pytest.param({"hidden": 4096, "layers": 11}, 6, id="4 GB", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
@@ -72,8 +72,8 @@ class Held:
         self._thread.join(10.0)
 
     def sample(self) -> None:
-        """Shares of mapped weights are read twice: a worker that maps pages between two readings halves the share that
-        was just read of the other one, and the sum would count half of the weights once more.
+        """Shares of mapped weights are read twice. A worker that maps pages between two readings halves the other
+        worker's share that was just read, and the sum would count half of the weights once more.
         """
         pids = list(compute_workers())
         first = [mapped_weights(pid) for pid in pids]
@@ -143,8 +143,8 @@ def place(tmp_path: Path) -> Iterator[Path]:
 def test_loading_takes_the_weights_once(
     shape: dict[str, Any], num_files: int, spread: dict[str, Any], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At most 1.15 times the weights beside what the same workers take for a model of next to no weights; files that
-    replicas share count once.
+    """At most 1.15 times the weights, above the memory of the same workers for a model of next to no weights; files
+    that replicas share count once.
     """
     config = llama_config(dtype="bfloat16", **shape)
     weights = write_checkpoint(place / "model", config, dtype="BF16", num_files=num_files)
@@ -172,7 +172,7 @@ def test_loading_takes_the_weights_once(
 def test_loading_costs_no_more_than_reading(
     shape: dict[str, Any], num_files: int, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In CPU time, beside what a model of next to no weights takes."""
+    """The CPU time counts, above that of a model of next to no weights."""
     config = llama_config(dtype="bfloat16", **shape)
     weights = write_checkpoint(place / "model", config, dtype="BF16", num_files=num_files)
     few = llama_config(dtype="bfloat16", hidden=64, layers=shape["layers"], vocab_size=64)
@@ -190,7 +190,7 @@ def test_loading_costs_no_more_than_reading(
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_copies_of_replicas_are_seen(place: Path) -> None:
-    """What the test above holds to be too much: weights of another dtype, which each replica converts for itself."""
+    """A mistake that the test above finds: weights of another dtype, which each replica converts for itself."""
     config = llama_config(dtype="bfloat16", hidden=1024, layers=2)
     weights = write_checkpoint(place / "model", config, dtype="BF16")
     write_checkpoint(place / "few", llama_config(dtype="bfloat16", hidden=64, layers=2, vocab_size=64), dtype="BF16")

@@ -1,4 +1,4 @@
-"""Architectures that nobody wrote a line for: each is served exactly, or refused with a reason. None runs wrong.
+"""Architectures without a line of code of their own: each is served exactly, or refused with a reason. None runs wrong.
 
 Tiny models are made from the default configuration of every causal LM in transformers, by overriding sizes.
 """

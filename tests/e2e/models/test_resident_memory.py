@@ -53,7 +53,7 @@ def peak(pid: int) -> int:
 
 def peaks(model: Path, options: dict[str, Any]) -> dict[str, int]:
     """The most that each worker has resident (VmHWM: RssAnon + RssFile + RssShmem at their highest) from when it is
-    ready, through prompts of full chunks beside sequences that decode.
+    ready, through prompts of full chunks and sequences that decode.
     """
     rng = random.Random(1)
     prompts = [[rng.randrange(2, 8192) for _ in range(CHUNK + 8)] for _ in range(4)]

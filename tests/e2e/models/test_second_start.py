@@ -58,7 +58,7 @@ def test_a_checkpoint_is_traced_once(
 def test_a_module_and_code_of_its_own_are_traced_each_time(
     llama_path: Path, prompts: list[list[int]], traced: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has the module may have changed it; code that comes with a model may be anything."""
+    """A user may have changed the module; code that comes with a model may be anything."""
     monkeypatch.setenv("LAMINA_CACHE", str(tmp_path))
     bits(llama(), prompts[:1])
     bits(str(llama_path), prompts[:1], trust_remote_code=True)
@@ -88,8 +88,8 @@ def test_the_program_of_a_family_is_the_same(
 
 
 def test_workers_have_made_and_leave_undone_what_takes_a_process_long() -> None:
-    """They have the tables by which transformers renames weights, half of the CPU time of loading a small model, and do
-    not finalize what imports have made, which took as long again.
+    """They have the tables by which transformers renames weights, half of the CPU time of loading a small model. They
+    do not finalize what imports have made, which took as long again.
     """
     code = (
         "import weakref; from transformers import conversion_mapping as m; "

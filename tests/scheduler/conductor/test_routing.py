@@ -1,4 +1,4 @@
-"""The choice of a prefill worker: Algorithm 1 against a literal transcription, tables by hand, the laws of its prices."""
+"""The choice of a prefill worker: Algorithm 1 against a literal transcription, tables by hand, laws of its prices."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class SimInstance:
         return out + self._recall()
 
     def hear(self, sender: str, message: msgspec.Struct) -> list[Outgoing]:
-        """What it says to a message."""
+        """Returns its answers to a message."""
         now, out = self.now(), list[Outgoing]()
         if isinstance(message, LoanRequest):
             if (answer := self.creditor.answer_request(message, now)) is not None:
@@ -67,7 +67,10 @@ class SimInstance:
         return out + self.settle_down()
 
     def settle_down(self) -> list[Outgoing]:
-        """What has ended is free again: at home or on loan, by chance. New data goes home as far as there is room."""
+        """Frees blocks of ended sequences: at home or on loan, by chance.
+
+        New data goes home as far as there is room.
+        """
         out, now = list[Outgoing](), self.now()
         self.debtor.expire(now)
         home_first = self._rng.random() < 0.5

@@ -1,4 +1,4 @@
-"""Rules that must hold among lending instances behind any loss, delay or death; checked by bookkeeping of its own."""
+"""Rules that must hold among lending instances after any loss, delay or death; checked by bookkeeping of its own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LendingOracle:
         )
 
     def _leases(self, one: SimInstance, others: Mapping[str, SimInstance]) -> None:
-        """What a debtor thinks it has its creditor has not given to anybody else."""
+        """A lease that a debtor believes in is of memory that its creditor has not given to another debtor."""
         now = one.now()
         for loan in one.debtor.loans.values():
             assert loan.until > now, (
@@ -108,7 +108,7 @@ class LendingOracle:
         return True
 
     def fits(self, one: SimInstance, ask: LoanRequest) -> bool:
-        """Whether a loan has room, counted anew."""
+        """Returns whether a loan has room, counted anew."""
         now, creditor = one.now(), one.creditor
         live = [x for x in creditor.leases.values() if x.until > now]
         used = sum(len(x.blocks) for x in live)
@@ -121,7 +121,7 @@ class LendingOracle:
         return ask.blocks <= room and not one.debtor.frozen_until(now)
 
     def ended(self, creditor: SimInstance, dead: str) -> None:
-        """A lease's time behind a debtor's end, and that of the messages that were on their way."""
+        """A lease's time after a debtor's end, and the time of the messages that were in flight."""
         had = creditor.creditor.lent_to(dead)
         assert not had, f"{creditor.name} lends {had} blocks to {dead}, which is dead for longer than a lease"
 
@@ -163,7 +163,7 @@ class LendingOracle:
 
     # Of settlements:
     def freezes(self, name: str, order: Freeze) -> None:
-        """An instance is told this."""
+        """An instance gets this message."""
         self._orders[name, order.settlement] = order
 
     def settled(self, one: SimInstance, order: Settle, before: Mapping[str, int], owed: Mapping[str, int]) -> int:

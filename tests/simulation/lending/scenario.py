@@ -1,4 +1,4 @@
-"""What happens among instances that lend and borrow, as data: a seed makes it, and a failure prints it."""
+"""The events among instances that lend and borrow, as data: a seed makes them, and a failure prints them."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class LendingWorld:
             pass
 
     def _calm(self) -> None:
-        """The network is good, and one wants all that it may have: it has it soon. Then nobody wants anything."""
+        """The network is good, and one wants all that it may have: it has it soon. Then no instance wants anything."""
         self._wild = False
         big, *others = self.instances.values()
         for one in others:
@@ -234,7 +234,7 @@ class LendingWorld:
                 self._act(one, lambda: one.hear(sender, message))
 
     def _settle(self, one: SimInstance, order: Settle) -> None:
-        """What is agreed upon goes back, and nothing else; data that new room at home takes is the same."""
+        """Only what is agreed upon goes back; data that new room at home takes is the same."""
         one.settle_down()
         before, owed = debts_of(one), {c: one.debtor.owed_to(c) for c in debts_of(one)}
 

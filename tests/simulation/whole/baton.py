@@ -20,25 +20,25 @@ HELD_S = 600.0  # of real time, for who holds the baton to give it on: other wor
 
 
 class Slain(BaseException):
-    """The process of this thread was killed. No Exception, so that nobody handles it."""
+    """The process of this thread was killed. Not an Exception, so that no handler takes it."""
 
 
 class Life(Protocol):
-    """Of a process, as its threads share it."""
+    """The state of a process, shared by its threads."""
 
     @property
     def ended(self) -> bool:
-        """Whether it was killed."""
+        """Returns whether it was killed."""
         ...
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it stands still by a signal."""
+        """Returns whether it stands still by a signal."""
         ...
 
 
 class LongLife:
-    """Of whoever is never hit."""
+    """The state of a process that is never hit."""
 
     ended = is_stopped = False
 
@@ -54,7 +54,7 @@ class Strand:
         self.until = FOREVER
 
     def is_due(self, now: float) -> bool:
-        """Whether it would do something now; an error of what it waits for is its own to raise."""
+        """Returns whether it would do something now; an error of what it waits for is its own to raise."""
         life = self.life
         if life.ended or life.is_stopped:
             return life.ended
@@ -67,7 +67,7 @@ class Strand:
 
 
 class Baton:
-    """Whoever makes it holds it first: the driver's thread."""
+    """The right to run: the thread that makes it holds it first, the driver's."""
 
     def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
         self.clock, self._rng = clock, rng
@@ -83,8 +83,8 @@ class Baton:
         threading.Thread(target=self._live, args=(strand, work), name=name, daemon=True).start()
 
     def wait(self, ready: Callable[[], Any], timeout_s: float | None = None) -> Any:
-        """Until ``ready``, or until so much time has passed; what ``ready`` says then, or raises. By whoever holds the
-        baton.
+        """Waits until ``ready``, or until so much time has passed; returns what ``ready`` returns then, or raises. The
+        holder of the baton calls it.
         """
         strand = self._holder
         self._check(strand)
@@ -144,7 +144,10 @@ class Baton:
         strand.turn.release()
 
     def _await(self, strand: Strand) -> None:
-        """The turn of a thread. Where nobody gives the baton on any more, the driver says who holds it; others end."""
+        """The turn of a thread.
+
+        Where no thread gives the baton on any more, the driver says which holds it; others end.
+        """
         given = self._given
         while not strand.turn.acquire(timeout=HELD_S):
             if given == self._given and strand is self._driver:
@@ -162,7 +165,7 @@ class Baton:
             raise self._failures[0]
 
     def _next(self) -> Strand:
-        """Who has something to do; time passes until somebody has."""
+        """Returns the thread that has something to do; time passes until one has."""
         while True:
             if self._failures:
                 return self._driver
@@ -180,7 +183,7 @@ class _Over:
 
 
 class BatonCondition(threading.Condition):
-    """Of whoever holds the baton: it guards nothing, as nobody else runs."""
+    """The condition of the baton's holder: it guards nothing, as no other thread runs."""
 
     def __init__(self, baton: Baton) -> None:
         self._baton, self._told = baton, 0
@@ -191,12 +194,12 @@ class BatonCondition(threading.Condition):
     def __exit__(self, *error: object) -> None: ...
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until somebody has told of a change since."""
+        """Waits until another thread has notified since."""
         told = self._told
         return bool(self._baton.wait(lambda: self._told != told, timeout))
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        """Until ``predicate``; what it says then."""
+        """Waits until ``predicate``; returns its value then."""
         return self._baton.wait(predicate, timeout)
 
     def notify_all(self) -> None:
@@ -214,7 +217,7 @@ class BatonQueue:
         self._messages.append(message)
 
     def get(self, block: bool = True) -> Any:
-        """The next one. Raises queue.Empty where there is none and nobody waits for it."""
+        """The next one. Raises queue.Empty where there is none and no caller waits for it."""
         self._baton.wait(lambda: self._messages, None if block else 0.0)
         if not self._messages:
             raise queue.Empty

@@ -10,15 +10,15 @@ from .process import DIES, FLIPS, HANGS, STOPS, TOLD, Place
 from .scenario import FleetChange, FleetScenario, Strike, fleet_scenario, longer
 
 SPAN = 200  # of calls, at which the first one of a scenario is hit
-AT_ONCE = 6  # calls behind a message, at which the next one is
+AT_ONCE = 6  # calls after a message, at which the next one is
 HANG_S = 2.0  # for which a step may be owed
 ROOMY = "1MiB"
 
 
 def crossed_fleet(seed: int) -> FleetScenario:
-    """The scenario of ``seed``, in which others are hit: one or two as they come to rest behind the loss of somebody,
-    or as they meet anew; those that give KV away or take it, as memory workers come and go; one that was told to end,
-    before it has; one that hangs; one whose memory is damaged.
+    """The scenario of ``seed``, in which others are hit. One or two are hit as they quiesce after the loss of another
+    worker, or as they reconnect. Workers that give KV away or take it are hit as memory workers come and go. One is
+    asked to end, and hit before it has; one hangs; one's memory is damaged.
     """
     of, rng = fleet_scenario(seed), random.Random(f"crossed {seed}")
     kind = rng.choice(("halt", "halt", "move", "told", "hang", "flip"))
@@ -30,7 +30,7 @@ def crossed_fleet(seed: int) -> FleetScenario:
 
 
 def _in_halts(of: FleetScenario, rng: random.Random) -> FleetScenario:
-    """A loss, and others behind a message of the epoch change that makes it good."""
+    """A loss, and others after a message of the epoch change of its recovery."""
     places = _places(of)
     first = rng.choice(places)
     others = rng.choices([p for p in places if p != first] or places, k=rng.choice((1, 1, 2)))
@@ -56,7 +56,7 @@ def _in_moves(of: FleetScenario, rng: random.Random) -> FleetScenario:
 
 
 def _told_to_end(of: FleetScenario, rng: random.Random) -> FleetScenario:
-    """One or two are, and perhaps end before their KV has gone, or somebody else does."""
+    """One or two are asked to, and perhaps end before their KV has gone, or another worker does."""
     workers = of.options["memory_workers"]
     told = rng.sample(range(workers), k=min(rng.choice((1, 1, 2)), workers))
     hits = [Strike(("memory", w), rng.randint(1, SPAN), TOLD) for w in told]
@@ -70,7 +70,7 @@ def _told_to_end(of: FleetScenario, rng: random.Random) -> FleetScenario:
 
 
 def _hanging(of: FleetScenario, rng: random.Random) -> FleetScenario:
-    """One hangs, and perhaps somebody dies while it is given up."""
+    """One hangs, and perhaps another worker dies while it is given up."""
     places = _places(of)
     hits = [Strike(rng.choice(places), rng.randint(1, SPAN), HANGS)]
     if rng.random() < 0.4:
@@ -102,5 +102,5 @@ def _places(of: FleetScenario) -> list[Place]:
 
 
 def _message(place: Place, rng: random.Random) -> str:
-    """Of an epoch change: that one is to come to rest, has, or is to meet the others."""
+    """A message of an epoch change: a worker is to quiesce, has quiesced, or is to reconnect."""
     return rng.choice(("Quiesce", "Quiesced", "Connect"))

@@ -1,9 +1,9 @@
-"""A model in slices that computes in integers: a row's result depends on each token that the row has seen, so a wrong
-block of any layer shows in all tokens behind it.
+"""A model in slices that computes in integers. A row's result depends on each token that the row has seen, so a wrong
+block of any layer shows in all later tokens.
 
-Attention is the shipped one. Of two query heads of a KV head the first has a query of zeros: what it gets is the mean
-of V, and times their number the sum, once rounded. The second one's query is the code of a position, as K is: it gets
-the V of that one position, since all others have e^-40 of its weight. Which position that is depends on all before.
+Attention is the shipped one. Of two query heads of a KV head the first has a query of zeros. Its output is the mean of
+V, and times their number the sum, once rounded. The second one's query is the code of a position, as K is: it gets the
+V of that one position, since all others have e^-40 of its weight. Which position that is depends on all before.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NUMBERS = torch.int64
 
 
 def token_bytes(kv_heads: int) -> int:
-    """Of K and V of one token in a layer."""
+    """Returns the bytes of K and V of one token in a layer."""
     return kv_heads * (BITS + V_DIM) * torch.float32.itemsize
 
 
 class _Factors(NamedTuple):
-    """Of one layer, by KV head."""
+    """The factors of one layer, by KV head."""
 
     v: Tensor  # [KV_HEADS, V_DIM]: what makes the numbers in V
     at: Tensor  # [KV_HEADS]: which position is asked for
@@ -123,15 +123,17 @@ class IntegerModel:
 
     @property
     def config(self) -> IntegerModel:
-        """As of a model of Hugging Face."""
+        """Returns the config that a Hugging Face model would have."""
         return self
 
     def get_text_config(self) -> IntegerModel:
-        """As of a model of Hugging Face."""
+        """Returns itself, as a config of Hugging Face does."""
         return self
 
     def right(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-        """Whether greedy ``tokens`` are what follows ``prompt``: by one pass over all, with attention in fp64."""
+        """Returns whether greedy ``tokens`` are what follows ``prompt``: by one pass over all, with
+        attention in fp64.
+        """
         ids = torch.tensor([*prompt, *tokens]).unsqueeze(1)
         plain, positions = _PlainAttention(self.windows), torch.arange(len(ids)).unsqueeze(1)
         carry = self._first(ids, positions, plain)
@@ -174,7 +176,7 @@ class IntegerModel:
 
 
 class _IntegerCut(NamedTuple):
-    """What is carried from one slice to the next."""
+    """The tensors that go from one slice to the next."""
 
     tensors: tuple[RowTensor, ...]
 
@@ -184,13 +186,13 @@ class _IntegerCut(NamedTuple):
 
 
 class _IntegerCall(NamedTuple):
-    """What an attention operator gives."""
+    """The output of an attention operator."""
 
     out: RowTensor
 
 
 class _PlainAttention:
-    """Of one sequence, all of whose rows are there, as its words say."""
+    """Attention of one sequence, all of whose rows are there, as its name says."""
 
     def __init__(self, windows: Sequence[int]) -> None:
         self._windows = windows

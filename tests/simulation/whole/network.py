@@ -1,5 +1,5 @@
 """The network of simulated processes: channels of loopback on the virtual clock, and control links. A message takes a
-while, and stays behind the messages before it.
+while, and stays after the messages before it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class SimFabric(LoopbackFabric):
-    """Of one process. Its channels end with that."""
+    """The fabric of one process. Its channels end with that."""
 
     def __init__(self, key: bytes, baton: Baton, delay_s: Callable[[], float], process: SimProcess | None) -> None:
-        """``delay_s`` of a message is drawn as it is sent. ``process``: None = one that nobody kills."""
+        """``delay_s`` of a message is drawn as it is sent. ``process``: None = one that is never killed."""
         super().__init__(key, condition=lambda: BatonCondition(baton), clock=baton.clock)
         self._delay_s, self.process = delay_s, process
 
@@ -41,7 +41,7 @@ class SimFabric(LoopbackFabric):
         return channel
 
     def die(self) -> None:
-        """All channels end, without a word, and nobody listens any more."""
+        """All channels end without a message, and nothing listens any more."""
         for opened in list(self._opened):
             if isinstance(opened, SimChannel):
                 opened.die()
@@ -63,7 +63,7 @@ class SimChannel(LoopbackChannel):
     process: SimProcess | None
 
     def die(self) -> None:
-        """As if the process were gone."""
+        """Ends all as if the process were gone."""
         self._end(GONE)
 
     def delay_s(self) -> float:
@@ -132,7 +132,7 @@ class SimControl:
 
     @property
     def ready(self) -> bool:
-        """Whether ``recv`` would return at once, or raise."""
+        """Returns whether ``recv`` would return at once, or raise."""
         return bool(self._in.came or self._in.ended or self.closed)
 
     def limit_sends(self, seconds: float) -> None:

@@ -37,15 +37,15 @@ LONGEST_S = 0.005  # that a message takes
 AT_ONCE = 0.5  # of messages take no time
 Place = tuple[str, int]  # role and number
 DIES, STOPS, CUT = "dies", "stops", "cut"  # what may happen to a process, and to the channel of a call
-HANGS, TOLD = "hangs", "told"  # one of its threads does; it is told to end, and goes on until its KV is elsewhere
+HANGS, TOLD = "hangs", "told"  # one of its threads does; it is asked to end, and goes on until its KV is elsewhere
 FLIPS = "flips"  # a bit of the KV that a memory worker is about to attend
-# By the place, the message behind which calls of its processes count, or "", and the number of the call.
+# By the place, the message after which calls of its processes count, or "", and the number of the call.
 Strikes = Mapping[tuple[Place, str, int], str]
 GONE_S = 10.0  # for workers to follow their driver
 
 
 class EngineDied(BaseException):
-    """The driver's process was killed. No Exception, so that nobody handles it."""
+    """The driver's process was killed. Not an Exception, so that no handler takes it."""
 
 
 class SimDriver:
@@ -57,11 +57,11 @@ class SimDriver:
 
     @property
     def dead(self) -> bool:
-        """Whether it was killed."""
+        """Returns whether it was killed."""
         return 0 < self._dies_at <= self._calls
 
     def act(self) -> None:
-        """A call. Raises EngineDied at its last one, and at whatever is called behind that."""
+        """A call. Raises EngineDied at its last one, and at any later call."""
         self._calls += self.counts
         if self.dead:
             raise EngineDied
@@ -71,7 +71,7 @@ class SimDriver:
 
 
 class Damaging(NullRecorder):
-    """Has a memory worker damage its KV once somebody wants it."""
+    """Has a memory worker damage its KV once another worker wants it."""
 
     def __init__(self, process: SimProcess) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Damaging(NullRecorder):
 
 @dataclass(frozen=True)
 class _LoadedIntegers:
-    """What is known of the model, and the model, of which a stage lets go."""
+    """The facts of the model, and the model, of which a stage lets go."""
 
     model: Any
     config: IntegerModel
@@ -101,7 +101,7 @@ class _LoadedIntegers:
 
 
 class _Integers(ModelServer):
-    """What loads: nothing but the model of integers."""
+    """A loader that loads nothing but the model of integers."""
 
     module: IntegerModel
 
@@ -115,7 +115,7 @@ class _Integers(ModelServer):
         return CutModel(part, loaded, model.layers, torch.float32, max_len, partition, backend)
 
     def compile(self, cut: CutModel, group: Any = None) -> IntegerModel:
-        """As it is, but for the other ranks that its slices meet."""
+        """Returns the program as it is, but for the other ranks that its slices meet."""
         model: IntegerModel = cut.program
         model.group = group
         return model
@@ -265,7 +265,7 @@ class SimHost:
         self.driver.counts = True
 
     def end(self) -> None:
-        """Nobody is hit any more, and who was stopped goes on."""
+        """No process is hit any more, and a stopped one goes on."""
         self._hitting = False
         self.driver.counts = False
         for process in self.processes:
@@ -273,7 +273,7 @@ class SimHost:
 
     def bury(self) -> None:
         """The driver was killed: its links end, its workers follow, and another one begins. Raises AssertionError where
-        somebody stays.
+        a process stays.
         """
         self._hitting = False
         for process in self.processes:
@@ -286,7 +286,7 @@ class SimHost:
         self.driver.counts = True
 
     def hit_of(self, process: SimProcess) -> str:
-        """What happens at the call that a process makes; "" = nothing."""
+        """Returns what happens at the call that a process makes; "" = nothing."""
         if not self._hitting:
             return ""
         place = process.role, process.index
@@ -303,7 +303,7 @@ class SimHost:
             self._behind.setdefault(place, {}).setdefault(name, self._calls[place])
 
     def delay_s(self) -> float:
-        """Of a message, a new one each time."""
+        """Draws the delay of a message, a new one each time."""
         return 0.0 if self._rng.random() < AT_ONCE else self._rng.uniform(0.0, LONGEST_S)
 
     # Launcher:

@@ -1,4 +1,6 @@
-"""Plays scenarios of a whole fleet, and checks what must hold: the tokens, each once; blocks and ledger; progress."""
+"""Plays scenarios of a whole fleet, and checks what must hold: the tokens, each once, blocks and ledger,
+and progress.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ OPTIONS: dict[str, Any] = {
     "block_size": BLOCK,
     "max_model_len": MAX_LEN,
     "max_recoveries": 1_000_000,
-    "step_timeout_s": 2 * MOST_S,  # a wait that ends by them is a fault of somebody
+    "step_timeout_s": 2 * MOST_S,  # a wait that ends by them is a fault of some process
     "start_timeout_s": 2 * MOST_S,
 }
 
@@ -203,7 +205,7 @@ class FleetPlay(Play):
             self._seen |= {(again, i): one for i, one in seen.items()}
 
     def _heard(self, request: int) -> dict[int, SoFar]:
-        """Of its completions, by their numbers."""
+        """Returns the outputs of its completions, by their numbers."""
         return {i: seen for (r, i), seen in sorted(self._seen.items()) if r == request}
 
     def _look_round(self) -> None:

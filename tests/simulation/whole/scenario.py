@@ -1,4 +1,4 @@
-"""What happens to a whole fleet, as data: a seed makes it, a failure prints it, and it can be played again."""
+"""The events of a whole fleet, as data: a seed makes them, a failure prints them, and they can be played again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulation.scenario import BLOCK, CHUNKS, MAX_LEN, Arriving, alike
 from .integers import KV_HEADS, LAYERS, token_bytes
 from .process import CUT, DIES, STOPS, Place
 
-LAST_CALLS = 40, 120, 400  # at which somebody is hit
+LAST_CALLS = 40, 120, 400  # at which a process is hit
 HOWS = DIES, DIES, DIES, STOPS, CUT
 SOON_CALL = 60
 LAST_DEATHS = 60, 200, 600  # calls at which an engine dies
@@ -21,9 +21,9 @@ LONG = 200  # tokens of a context, of which more than one chunk of ops.attention
 
 @dataclass(frozen=True)
 class Strike:
-    """What happens to the process in a place at its call of that number, counted from the start over all that have been
-    in the place; or, for CUT, to the channel of that call. ``behind``: counted from where one there first has that
-    control message, or has sent it; empty: from the start.
+    """An event that happens to the process in a place at its call of that number; for CUT, to the channel of that call.
+    Calls are counted from the start over all processes that have been in the place. ``behind``: counted from where one
+    there first has that control message, or has sent it; empty: from the start.
     """
 
     place: Place
@@ -59,7 +59,7 @@ class FleetScenario:
 
 
 def fleet_scenario(seed: int) -> FleetScenario:
-    """Of several topologies; memory enough and too little; hits, and hits soon behind others."""
+    """Several topologies, memory enough and too little, hits, and more hits soon after."""
     rng = random.Random(seed)
     batches, workers = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 2, 3))
     partition = rng.choice(("head", "request")) if workers == KV_HEADS else "request"
@@ -85,8 +85,8 @@ def fleet_scenario(seed: int) -> FleetScenario:
 
 
 def planned_fleet(seed: int) -> FleetScenario:
-    """The scenario of ``seed``, with what it lacks: engines that die, memory workers that come and go, two ranks,
-    sequences in stripes, and a memory worker that keeps the parity of the others.
+    """The scenario of ``seed``, with what it lacks: engines that die, and memory workers that come and go. Others are
+    two ranks, sequences in stripes, and a memory worker that keeps the parity of the others.
     """
     of, rng = fleet_scenario(seed), random.Random(f"planned {seed}")
     options, asks, hits = dict(of.options), of.asks, of.hits
@@ -104,7 +104,7 @@ def planned_fleet(seed: int) -> FleetScenario:
         blocks = -(-MAX_LEN // BLOCK) + rng.choice((1, 4, 60))
         options |= {"kv_parity": 1, "partition": "head", "memory_workers": KV_HEADS, "kv_memory": _memory(blocks, 1)}
     if kind in ("ranks", "stripes"):
-        options.pop("prefill_kv_memory", None)  # of other prompts, or of nobody
+        options.pop("prefill_kv_memory", None)  # of other prompts, or of none
     if kind:
         hits = _hits(rng, _places(options))
     changes = list[FleetChange]()
@@ -121,8 +121,8 @@ def planned_fleet(seed: int) -> FleetScenario:
 
 
 def moving_fleet(seed: int) -> FleetScenario:
-    """The scenario of ``seed``, with what both others lack: sequences that leave memory workers one by one, stripes on
-    loan that go home, prompts that several stages compute, spares; and what memory workers may do besides.
+    """The scenario of ``seed``, with what both others lack. Sequences leave memory workers one by one, stripes on loan
+    go home, several stages compute prompts, and there are spares. Memory workers also have other work.
     """
     of, rng = fleet_scenario(seed), random.Random(f"moving {seed}")
     kind = rng.choice(("leaving", "leaving", "stripes", "stages", "spares"))
@@ -179,7 +179,7 @@ def longer(rng: random.Random, ask: Arriving) -> Arriving:
 
 
 def _besides(rng: random.Random) -> dict[str, Any]:
-    """What memory workers may do besides, and how rows are cut."""
+    """Draws the other work of memory workers, and how rows are cut."""
     return {
         "kv_checks": rng.choice((0.0, 0.0, 0.3, 1.0)),
         "zero_on_free": rng.random() < 0.3,
@@ -189,7 +189,7 @@ def _besides(rng: random.Random) -> dict[str, Any]:
 
 
 def _prompts_kept(rng: random.Random) -> dict[str, Any]:
-    """By prefill workers: none, all that come, or one and a little more."""
+    """Draws the prompts that prefill workers keep: none, all that come, or one and a little more."""
     if rng.random() < 0.4:
         return {"enable_prefix_caching": False}
     little = _memory(-(-MAX_LEN // BLOCK) + rng.randint(5, 12), KV_HEADS)
@@ -208,7 +208,7 @@ def _places(options: dict[str, Any]) -> list[Place]:
 
 
 def _long(rng: random.Random, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a length at which a stripe ends soon, or has just ended."""
+    """Draws a length at which a stripe ends soon, or has just ended."""
     more = rng.randint(100, LONG - 40) - len(prompt)
     return (*prompt, *(rng.randrange(EOS) for _ in range(more)))
 
@@ -230,6 +230,6 @@ def _hits(rng: random.Random, places: list[Place]) -> tuple[Strike, ...]:
     for _ in range(rng.choice((1, 1, 2, 3))):
         call = rng.randint(1, rng.choice(LAST_CALLS))
         hits.append(Strike(rng.choice(places), call, rng.choice(HOWS)))
-        if rng.random() < 0.4:  # somebody else while that is made good, or the same place again
+        if rng.random() < 0.4:  # another place during its recovery, or the same place again
             hits.append(Strike(rng.choice(places), call + rng.randint(1, SOON_CALL), rng.choice(HOWS)))
     return tuple(hits)
