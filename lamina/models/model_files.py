@@ -43,11 +43,12 @@ def check_files(directory: Path, *, trust_remote_code: bool = False) -> None:
     """Raise ModelError, which names file and key, for what may not be read in a model's directory.
     ``trust_remote_code``: keys and links may name code, a hub and other files.
     """
-    inside = [os.path.realpath(directory)]
-    if directory.parent.name == "snapshots":  # the hub's cache: its files are links into this folder
-        inside.append(os.path.realpath(directory.parent.parent / "blobs"))
+    place = Path(os.path.realpath(directory))
+    inside = [str(place)]
+    if place.parent.name == "snapshots":  # the hub's cache: its files are links into this folder
+        inside.append(os.path.realpath(place.parent.parent / "blobs"))
     for file in sorted(path for folder in _FOLDERS for pattern in READ for path in (directory / folder).glob(pattern)):
-        if not file.exists():
+        if not os.path.exists(file):  # unlike Path.exists, it raises nothing for a path that this user may not follow
             continue
         if not stat.S_ISREG((state := file.stat()).st_mode):
             raise ModelError(f"{file} is not a regular file: put a copy of its content there")
@@ -64,7 +65,7 @@ def check_files(directory: Path, *, trust_remote_code: bool = False) -> None:
         if (directory / name).exists():
             value = read_json(directory / name, "")
             if not trust_remote_code:
-                _check_keys(directory, name, value)
+                _check_keys(directory, name, value, inside)
 
 
 def read_json(file: Path, absent: str) -> dict[str, Any]:
@@ -104,16 +105,16 @@ def entries(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
                 rest.append(entry)
 
 
-def _check_keys(directory: Path, name: str, value: dict[str, Any]) -> None:
+def _check_keys(directory: Path, name: str, value: dict[str, Any], inside: list[str]) -> None:
     for path, inner in entries(value):
-        if inner and (names := _named(directory, name, path[-1], inner)):
+        if inner and (names := _named(directory, name, path[-1], inner, inside)):
             raise ModelError(
                 f"{directory} names {names} ({'.'.join(path)} in {name}), which is not used by default: pass "
                 f"--trust-remote-code if you trust it, or remove the key"
             )
 
 
-def _named(directory: Path, name: str, key: str, value: Any) -> str:
+def _named(directory: Path, name: str, key: str, value: Any, inside: list[str]) -> str:
     """Return text on what an entry names that may not be read; "" = nothing."""
     if key in _KEYS:
         return _KEYS[key]
@@ -127,7 +128,7 @@ def _named(directory: Path, name: str, key: str, value: Any) -> str:
     if name == "tokenizer_config.json" and key.endswith("_file") and key != "special_tokens_map_file":
         # Old versions of transformers have stored paths of their own hosts, which are nowhere here.
         other = directory / str(value)
-        return _FILE if other.exists() and not _is_in(os.path.realpath(other), [os.path.realpath(directory)]) else ""
+        return _FILE if os.path.exists(other) and not _is_in(os.path.realpath(other), inside) else ""
     return ""
 
 

@@ -120,14 +120,14 @@ def _check_class(directory: Path) -> None:
     """Raise ModelError for a ``tokenizer_class`` that is another class of transformers: some read pickled files."""
     from transformers import PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+    from transformers.utils import DummyObject
 
     for name in ("tokenizer_config.json", "config.json"):
         if not (directory / name).exists() or (kind := read_json(directory / name, "").get("tokenizer_class")) is None:
             continue
         tokenizer_class: Any = tokenizer_class_from_name(kind) if isinstance(kind, str) else kind
-        is_absent = tokenizer_class is None or str(getattr(tokenizer_class, "__module__", "")).startswith(
-            "transformers.utils.dummy"
-        )
+        # transformers reports itself which package one of its placeholders needs.
+        is_absent = tokenizer_class is None or isinstance(tokenizer_class, DummyObject)
         if not is_absent and not (
             isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)
         ):
