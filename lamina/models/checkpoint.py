@@ -83,6 +83,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
         if not trust_remote_code:  # Lamina chooses: another choice may load a kernel
             config._attn_implementation = config._experts_implementation = None
+            vars(config).pop("auto_map", None)  # transformers' own class is used
         return config
     except Exception as error:  # any class, as architectures have their own checks
         raise ModelError(f"{directory}/config.json is not a valid configuration: {one_line(error)}") from error

@@ -107,11 +107,23 @@ def entries(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 def _check_keys(directory: Path, name: str, value: dict[str, Any], inside: list[str]) -> None:
     for path, inner in entries(value):
+        if name == "config.json" and path == ("auto_map",) and _is_native(value):
+            continue
         if inner and (names := _named(directory, name, path[-1], inner, inside)):
             raise ModelError(
                 f"{directory} names {names} ({'.'.join(path)} in {name}), which is not used by default: pass "
                 f"--trust-remote-code if you trust it, or remove the key"
             )
+
+
+def _is_native(config: dict[str, Any]) -> bool:
+    """Return whether transformers has the architecture that a configuration names, so that the code in the directory is
+    not needed, as that of Phi-3.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.get("model_type")
+    return isinstance(kind, str) and config.get("architectures") == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)]
 
 
 def _named(directory: Path, name: str, key: str, value: Any, inside: list[str]) -> str:

@@ -202,6 +202,16 @@ class OwnForCausalLM(LlamaForCausalLM):
     assert witness.exists()
 
 
+def test_code_that_is_not_needed_is_not_run(model: Path) -> None:
+    """Phi-3 and others have code for old versions of transformers, which has their architecture now."""
+    (model / "own.py").write_text("raise SystemExit('ran')")
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    edit(model / "config.json", lambda c: c.update(auto_map=names))
+    assert type(load(model).model).__name__ == "LlamaForCausalLM"
+    edit(model / "config.json", lambda c: c.update(architectures=["OwnForCausalLM"]))
+    refused(model, "auto_map in config.json.*--trust-remote-code")
+
+
 def test_pickled_weights_are_refused(model: Path) -> None:
     torch.save(load(model).model.state_dict(), model / "pytorch_model.bin")
     load(model)

@@ -126,7 +126,10 @@ REFUSED: dict[str, tuple[Plant, str]] = {
     "other_config": (other_config, f"another file (configuration_files in {CONFIG})"),
     "other_weights": (keys(CONFIG, transformers_weights="o.safetensors"), f"(transformers_weights in {CONFIG})"),
     "backbone": (keys(CONFIG, use_pretrained_backbone=True), f"hub (use_pretrained_backbone in {CONFIG})"),
-    "model_code": (code(CONFIG, auto_map={"AutoConfig": "own.C"}), f"its own code (auto_map in {CONFIG})"),
+    "model_code": (
+        code(CONFIG, auto_map={"AutoConfig": "own.C"}, architectures=["OwnForCausalLM"]),
+        f"its own code (auto_map in {CONFIG})",
+    ),
     "tokenizer_code": (
         code(TOKENIZER, auto_map={"AutoTokenizer": ["own.T", "own.T"]}, tokenizer_class=None),
         f"its own code (auto_map in {TOKENIZER})",
@@ -178,6 +181,7 @@ TAKEN: dict[str, Plant] = {
         TOKENIZER, tokenizer_file="/root/.cache/none/tokenizer.json", special_tokens_map_file="/a/b"
     ),
     "own_link": own_link,
+    "unneeded_code": code(CONFIG, auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}),  # as of Phi-3
     "unknown_class": keys(TOKENIZER, tokenizer_class="NoSuchTokenizer"),
 }
 SEEN = {  # what the hook sees of cases that are trusted
