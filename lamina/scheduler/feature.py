@@ -147,7 +147,7 @@ class Feature:
         """May add or remove starts of the first waiting sequence, or let it wait, which skips later features."""
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> Ops:
-        """A sequence has joined a batch, and begins with ``start``.
+        """A sequence has joined a batch, and begins with ``start``. A preempted one joins again.
 
         Returns ops for the batch's plan, after the op that starts the sequence.
         """
