@@ -107,7 +107,7 @@ def entries(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 def _check_keys(directory: Path, name: str, value: dict[str, Any], inside: list[str]) -> None:
     for path, inner in entries(value):
-        if name == "config.json" and path == ("auto_map",) and _is_native(value):
+        if path == ("auto_map",) and _is_native(name, value):
             continue
         if inner and (names := _named(directory, name, path[-1], inner, inside)):
             raise ModelError(
@@ -116,10 +116,17 @@ def _check_keys(directory: Path, name: str, value: dict[str, Any], inside: list[
             )
 
 
-def _is_native(config: dict[str, Any]) -> bool:
-    """Return whether transformers has the architecture that a configuration names, so that the code in the directory is
-    not needed, as that of Phi-3.
+def _is_native(name: str, config: dict[str, Any]) -> bool:
+    """Return True if transformers has the architecture or tokenizer class that a configuration names. Then the code in
+    the directory is not needed, such as that of Phi-3.
     """
+    if name == "tokenizer_config.json":
+        from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+        own = config.get("tokenizer_class")
+        return isinstance(own, str) and tokenizer_class_from_name(own) is not None
+    if name != "config.json":
+        return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = config.get("model_type")

@@ -181,6 +181,9 @@ TAKEN: dict[str, Plant] = {
         TOKENIZER, tokenizer_file="/root/.cache/none/tokenizer.json", special_tokens_map_file="/a/b"
     ),
     "own_link": own_link,
+    "code_of_a_known_tokenizer": code(
+        TOKENIZER, auto_map={"AutoTokenizer": ["own.T", "own.T"]}, tokenizer_class="PreTrainedTokenizerFast"
+    ),
     "unneeded_code": code(CONFIG, auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}),  # as of Phi-3
     "unknown_class": keys(TOKENIZER, tokenizer_class="NoSuchTokenizer"),
 }
