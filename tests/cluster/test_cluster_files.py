@@ -95,7 +95,7 @@ NAMES = {
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a resolver answers."""
+    """Answers as a resolver does."""
 
     def look_up(name: str, *_: Any, **__: Any) -> list[Any]:
         if name not in NAMES:

@@ -80,7 +80,7 @@ def test_a_cluster_comes_up_and_goes(hosts: Hosts, capsys: pytest.CaptureFixture
 def test_hosts_that_run_go_on_where_a_new_one_fails(
     bad: str, words: str, hosts: Hosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What this call started is ended, and nothing else."""
+    """Only the workers that this call started are ended."""
     assert main(["cluster", "up", hosts.file(HEAD, SECOND)]) == 0
     pids = {a: ray_node.running_pid(ray_node.folder_of(a)) for a in hosts.up()}
     capsys.readouterr()

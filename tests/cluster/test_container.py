@@ -1,4 +1,4 @@
-"""What the Dockerfile says, held against the product. The image itself is not built here."""
+"""The Dockerfile's claims, compared with the product. The image itself is not built here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def words(name: str, text: str = FINAL) -> list[str]:
-    """Of an instruction in JSON form."""
+    """Returns the words of an instruction in JSON form."""
     (found,) = re.findall(rf"^{name} .*?(\[.*\])$", text, re.MULTILINE)
     parsed: list[str] = json.loads(found)
     return parsed
@@ -73,7 +73,7 @@ def instructions(name: str, text: str) -> list[list[str]]:
 
 
 def ignored(path: Path) -> bool:
-    """Whether .dockerignore keeps a path of the repository out of the image."""
+    """Returns whether .dockerignore keeps a path of the repository out of the image."""
     rules = (ROOT / ".dockerignore").read_text().split()
     parts = path.relative_to(ROOT).parts
     return any(

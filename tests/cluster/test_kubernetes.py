@@ -95,7 +95,7 @@ def test_no_pod_runs_as_root() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_has_the_schema_of_kubernetes(tmp_path: Path) -> None:
-    """By a published validator, in an environment of its own; PIP_ARGS passes options to pip."""
+    """A published validator checks it, in an environment of its own; PIP_ARGS passes options to pip."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path)], check=True, timeout=120)
     pip = [str(tmp_path / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     more = shlex.split(os.environ.get("PIP_ARGS", ""))
@@ -121,7 +121,9 @@ def free_port() -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_its_pods_meet_and_serve(tmp_path: Path) -> None:
-    """As processes: with a pod's words and variables, and an address where Kubernetes would answer for a name."""
+    """They run as processes: with a pod's words and variables, and an address where Kubernetes would answer
+    for a name.
+    """
     control, http = free_port(), free_port()
 
     def pod(deployment: dict[str, Any], number: int) -> subprocess.Popen[bytes]:
@@ -155,7 +157,7 @@ def test_its_pods_meet_and_serve(tmp_path: Path) -> None:
 
         logs = lambda: "\n".join(f"{f.name}: {f.read_text()}" for f in tmp_path.glob("log-*"))  # noqa: E731
         assert eventually(ready, START_S), logs()
-        assert "# start 3 workers by hand" in logs()  # nobody has to, but it is said
+        assert "# start 3 workers by hand" in logs()  # no user has to, but it is printed
         ask = {"model": "examples/tiny_lm/model", "prompt": "import os\n", "max_tokens": 8, "temperature": 0}
         answer = httpx.post(f"{url}/v1/completions", json=ask, headers=bearer, timeout=60)
         assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""Workers on the nodes of a Ray cluster: the same tokens, and every loss is told soon and leaves nothing.
+"""Workers on the nodes of a Ray cluster: the same tokens, and every loss is reported soon and leaves nothing.
 
 Covers: lamina/executor/launchers/ray_agent.py.
 """
@@ -169,7 +169,7 @@ def test_one_that_stands_still_is_replaced_long_before_a_step_is_late(
 
 
 def test_a_memory_worker_leaves_and_who_stays_has_its_place_still(cluster: FakeCluster) -> None:
-    """Its KV moves from node to node, streams go on, and a loss behind that is made good where the lost one was."""
+    """Its KV moves from node to node, streams go on, and a later lost worker is replaced where it was."""
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     with LLM(MODEL, ray_address=cluster.address, kv_memory="32MiB", partition="request", **OPTIONS) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
@@ -481,7 +481,7 @@ def test_an_autoscaler_sees_what_a_start_waits_for(tmp_path: Path, monkeypatch: 
 
 
 def test_each_worker_reserves_a_gpu_and_sees_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of GPUs that are only said to be there: Ray counts them, and no worker looks for its own yet."""
+    """The GPUs exist only in Ray's count, and no worker looks for its own yet."""
     pytest.importorskip("ray")
     cluster = FakeCluster(tmp_path, {}, {"num_gpus": 2, "resources": {"lamina_compute": 2, "lamina_memory": 2}})
     for name, value in cluster.environment.items():

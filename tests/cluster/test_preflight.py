@@ -1,4 +1,4 @@
-"""What `lamina-launch` finds out before it starts anything, and how it ends what it has started.
+"""The checks of `lamina-launch` before it starts anything, and how it ends what it has started.
 
 Covers: lamina/cli/common/preflight.py.
 """

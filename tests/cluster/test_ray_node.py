@@ -168,7 +168,7 @@ def test_a_process_has_a_birth_while_it_runs_whatever_its_name(tmp_path: Path) -
 
 
 def test_the_head_says_what_ray_has_free_and_which_process_has_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a client of Ray that stands in for its own."""
+    """A client of Ray stands in for its own."""
     from lamina.executor.hosts import ray_cluster
 
     pid, joined_to = ray_node.up(order())["pid"], list[str]()
@@ -254,7 +254,7 @@ def test_an_end_does_not_wait_for_a_start_that_is_under_way() -> None:
 
 
 def test_an_end_is_seen_while_it_is_waited_for() -> None:
-    """Whoever ends by the signal is not killed: ``down`` is back long before END_S."""
+    """A worker that ends by the signal is not killed: ``down`` is back long before END_S."""
     ray_node.up(order())
     done = threading.Event()
     thread = threading.Thread(target=lambda: (ray_node.down(order()), done.set()))

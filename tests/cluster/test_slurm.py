@@ -93,7 +93,7 @@ def test_one_node_is_too_few(nodes: tuple[Space, Space], tmp_path: Path) -> None
 
 
 def test_the_job_asks_slurm_for_what_slurm_knows() -> None:
-    """By the names of sbatch(1)."""
+    """The names are those of sbatch(1)."""
     known = {"job-name", "nodes", "ntasks-per-node", "exclusive", "time"}
     text = JOB.read_text()
     asked = re.findall(r"^#SBATCH --([\w-]+)", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Workers that somebody starts by hand: the commands that are printed, who comes, and how all of it ends.
+"""Workers that are started by hand: the commands that are printed, the workers that come, and how all of it ends.
 
 Covers: lamina/cli/common/cluster_plan.py, lamina/cli/worker.py, lamina/executor/launchers/static.py,
 lamina/executor/launchers/static_commands.py.
@@ -87,7 +87,7 @@ def launch(key_file: str) -> Iterator[Open]:
 
 
 def visit(launcher: StaticLauncher, role: str = "memory", **said: Any) -> ControlLink:
-    """As the command of a worker does."""
+    """Connects as the command of a worker does."""
     host, _, port = launcher.address.rpartition(":")
     sock = connect(host, int(port), KEY, SOON_S, name=AGENT_NAME, peer=launcher.name)
     link = ControlLink(sock, StartWorker | WorkerRefused | KillWorker)
@@ -111,7 +111,7 @@ def wait_until(true: Callable[[], object]) -> None:
 
 
 def too_late(launcher: StaticLauncher) -> None:
-    """As if --start-timeout-s were over."""
+    """Acts as if --start-timeout-s were over."""
     launcher.deadline = 0.0
 
 
@@ -244,7 +244,7 @@ def test_each_place_is_taken_once_and_is_free_again_when_its_holder_leaves(launc
     first.close()
     wait_until(lambda: len(launcher.agents) == 1)
     links = [settle(launcher, cores=6), settle(launcher, "compute")]
-    assert launcher.thread_count("memory", 1) == 3  # of six cores, with another memory worker beside it
+    assert launcher.thread_count("memory", 1) == 3  # of six cores, which it shares with another memory worker
     assert launcher.thread_count("memory", 0) == 2
     assert len(links) == 2
     launcher.close()
@@ -374,7 +374,7 @@ def test_a_worker_waits_for_its_driver_no_longer_than_it_is_told(
     key_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))  # nobody listens
+        sock.bind(("127.0.0.1", 0))  # nothing listens
         at = f"127.0.0.1:{sock.getsockname()[1]}"
         start = time.monotonic()
         assert main(["worker", "memory", "--driver", f"x@{at}", "--wait-s", "0.5"]) == 2
@@ -400,7 +400,7 @@ def command_of(launcher: StaticLauncher) -> list[str]:
 
 
 def test_a_worker_serves_the_driver_of_its_command_alone(launch: Open, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever may change where its packets go could else hand it to another engine of the same key."""
+    """An attacker who can redirect its packets could else hand it to another engine of the same key."""
     own, other = launch(), launch()
     assert main(["worker", "memory", "--driver", f"{own.name}@{other.address}"]) == 2
     assert (
@@ -414,7 +414,7 @@ def test_a_worker_serves_the_driver_of_its_command_alone(launch: Open, capsys: p
 
 
 def test_a_driver_may_be_given_its_name(launch: Open) -> None:
-    """For workers that are started before it, or by a script."""
+    """The name is for workers that are started before it, or by a script."""
     launcher = launch(driver_name="the first")
     link = settle(launcher)
     assert all(f"--driver 'the first@{launcher.address}'" in command.text for command in launcher.commands.values())
@@ -494,7 +494,7 @@ def test_a_worker_is_ended_by_order_and_its_end_is_told(driver: Driver) -> None:
 @pytest.mark.long(but=["9", "15"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_command_that_is_killed(how: signal.Signals, launch: Open) -> None:
-    """Its worker goes with it, and the driver is told."""
+    """Its worker goes with it, and the driver hears of it."""
     launcher = launch()
     processes = [subprocess.Popen([*command_of(launcher), role], cwd=ROOT) for role in ("memory", "memory", "compute")]
     try:

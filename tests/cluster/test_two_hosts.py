@@ -30,8 +30,8 @@ TIE = 2e-4  # of two logits; KV that is built again moves them by less than a te
 
 
 def least_margin(prompt: list[int], ids: list[int]) -> float:
-    """By which the greedy token of each row is the best one, in float64, by transformers: where that is much, rounding
-    changes no token.
+    """Returns how much the greedy token of each row is the best one, in float64, by transformers: where that is much,
+    rounding changes no token.
     """
     import torch
     from torch.nn.functional import one_hot
@@ -75,7 +75,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """In the file they have names, which is also how `ssh` is told of the second one."""
+    """In the file they have names, by which `ssh` also knows the second one."""
     pytest.importorskip("ray")
     with two_spaces() as spaces:
         first, second = spaces

@@ -193,8 +193,8 @@ Steps = tuple[tuple[int, int, int], ...]  # rows of a step: sequence, first toke
 
 @lru_cache(maxsize=512)
 def grown(lengths: tuple[tuple[int, int], ...], window: int, size: int, step: Steps) -> tuple[BlockTables, np.ndarray]:
-    """Tables behind ``step``, and where the tokens stored before it lie: block, offset and token of each, [3, n], a
-    sequence's tokens behind those of the one before. Nobody changes either: all dtypes and heads have the same.
+    """Tables after ``step``, and where the tokens stored before it lie: block, offset and token of each, [3, n]. A
+    sequence's tokens follow those of the one before. No test changes either: all dtypes and heads have the same.
     """
     tables = BlockTables([window], [blocks_of(lengths, size)], size)
     tables.apply(StepPlan(step=0, ops=[New(i) for i in range(len(lengths))], rows=[]))
@@ -225,9 +225,9 @@ MOST_FILLED = 12
 
 
 def fill(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float, step: list[RowRange]) -> Filled:
-    """A store that holds the stored tokens, with ``other`` in each place that is not theirs; tables behind ``step``.
+    """A store that holds the stored tokens, with ``other`` in each place that is not theirs; tables after ``step``.
 
-    Backends that are tried one after another have the same ones: nobody changes them.
+    Backends that are tried one after another have the same ones: no test changes them.
     """
     each = tuple((x.data_ptr(), x.shape, x.stride(), x._version) for _, *kv in tensors for x in kv)
     rows = tuple((r.sequence, r.first, r.count) for r in step)
@@ -287,7 +287,7 @@ def error(got: Tensor, want: Tensor) -> float:
     """The largest error of a row's head, relative to the norm of the expected vector's typical size.
 
     Where a sink takes nearly all of the weight, the vector lies among the type's subnormal numbers, whose rounding is
-    absolute: there it is the error relative to the smallest normal number.
+    absolute. The error there is relative to the smallest normal number.
     """
     assert not got.isnan().any()
     least = torch.finfo(got.dtype).tiny * want.shape[-1] ** 0.5
@@ -347,7 +347,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def tiled(draw: st.DrawFn) -> Case:
-    """What matrix instructions take: many queries of a KV head in a step, and whole vectors of bf16."""
+    """Inputs that matrix instructions take: many queries of a KV head in a step, and whole vectors of bf16."""
     group, kv_heads = draw(st.sampled_from([(1, 3), (2, 2), (4, 2), (5, 2), (7, 3), (8, 2), (12, 1), (16, 2), (20, 1)]))
     op = operator(
         group * kv_heads,
@@ -459,7 +459,7 @@ def test_batch_mates_are_independent_bit_for_bit(
 
 
 def merge_with(backend: AttentionBackend, left: Partial, right: Partial) -> Partial:
-    """Two results, one behind the other, through the backend."""
+    """Merges two results, one after the other, through the backend."""
     parts, n = Partial(*(torch.cat(x) for x in zip(left, right, strict=True))), len(left.lse)
     backend.merge(parts, torch.arange(n), torch.arange(n, 2 * n))
     assert torch.equal(parts.o[n:], right.o)
@@ -481,8 +481,9 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
     stripe: int,
     store: torch.dtype | None,
 ) -> None:
-    """Each stripe of chunks by itself, as one worker's node; then ``merge`` and ``merge_output``, as whoever gathers
-    them."""
+    """Each stripe of chunks is attended by itself, as one worker's node; ``merge`` and ``merge_output`` follow, as on
+    the gathering worker.
+    """
     case = in_store(Case(STEP, operator(q_heads, 2, dim, **spec), dtype), name, store)
     backend, tensors, tokens = opened(name, dtype, store), case.tensors(), stripe * CHUNK_TOKENS
     out, stored, new = run(backend, case, tensors)
@@ -564,7 +565,7 @@ def test_nan_stays_where_it_came_from(name: str, stored: int, store: torch.dtype
 @pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn])
 def test_scales_of_any_size_and_the_bound_of_the_error(name: str, store: torch.dtype) -> None:
     """Tokens differ by ten orders of magnitude, some are zero: near what is stored, and within the stated error of what
-    came. Whoever dropped a scale, or took another token's, would be far off.
+    came. A backend that dropped a scale, or took another token's, would be far off.
     """
     case = in_store(Case(((300, 1), (129, 7), (0, 3)), operator(8, 2, 32, scale=1e-3), seed=3), name, store)
     tensors, g = case.own_tensors(), torch.Generator().manual_seed(5)

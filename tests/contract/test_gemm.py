@@ -40,7 +40,7 @@ def open_entry(name: str, threads: int = 2) -> LinearBackend:
 
 
 def open_native(name: str, threads: int) -> NativeLinear:
-    """Of ``native`` or ``native/variant``."""
+    """Opens ``native`` or ``native/variant``."""
     from lamina.ops.gemm.native import NativeLinear
 
     return NativeLinear(threads, name.partition("/")[2])
@@ -176,7 +176,9 @@ def test_every_variant_has_a_limit_of_rows() -> None:
 
 
 def flushes(name: str, dtype: torch.dtype) -> bool:
-    """Whether numbers below 2^-126 in magnitude count as zero: bf16 products of the CPU's own know no others."""
+    """Returns whether numbers below 2^-126 in magnitude count as zero: bf16 products of the CPU's own know
+    no others.
+    """
     variant = name.partition("/")[2] or native.usable()[0]
     return dtype == torch.bfloat16 and variant in ("amx", "avx512_bf16")
 
@@ -237,7 +239,7 @@ AT_THE_END = """
 
 @pytest.mark.parametrize("variant", native.usable())
 def test_nothing_is_touched_behind_the_operands(variant: str) -> None:
-    """Each lies at the end of its pages, with one behind it that nobody may read or write."""
+    """Each lies at the end of its pages, and the next page can be neither read nor written."""
     assert launch(variant, code=dedent(AT_THE_END)) == "done\n"
 
 

@@ -1,4 +1,4 @@
-"""What every launcher promises, over the whole table."""
+"""The promises of every launcher, over the whole table."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def page(number: int, tokens: int = PAGE, **more: Any) -> Page:
 
 
 def filled(medium: StorageBackend, key: bytes, fragments: Mapping[PageFragment, bytes]) -> dict[PageFragment, bytes]:
-    """What the medium has of these fragments."""
+    """Returns what the medium has of these fragments."""
     into = {fragment: bytearray(len(data)) for fragment, data in fragments.items()}
     medium.read(key, into)
     return {fragment: bytes(data) for fragment, data in into.items()}
@@ -107,7 +107,7 @@ def test_a_page_is_there_as_far_as_it_was_written(medium: StorageBackend) -> Non
 
 
 def test_keys_are_those_of_pages_that_have_certain_atoms(medium: StorageBackend) -> None:
-    """Those that were used last, and of a page what all of its writes brought."""
+    """The keys are those that were used last; a page has what all of its writes brought."""
     first, second = dict(list(HEADS.items())[:4]), dict(list(HEADS.items())[4:])
     for number, fragments in enumerate((HEADS, first, HEADS, second)):
         put(medium, page(number), fragments)
@@ -185,7 +185,7 @@ def test_a_buffer_is_the_callers_again(medium: StorageBackend) -> None:
 
 
 def test_a_page_is_taken(medium: StorageBackend) -> None:
-    """With all of its bytes, or with those that somebody names."""
+    """It is taken with all of its bytes, or with those that are named."""
     put(medium, page(1))
     assert medium.read_page(page(1).key) == (page(1), HEADS)
     some = dict(list(HEADS.items())[2:4])
@@ -202,7 +202,7 @@ def numbered(number: int) -> bytes:
 
 
 def test_expected_pages_give_way_last(opener: Opener) -> None:
-    """The last turn's first, of them; and in no other order than others, once nobody waits."""
+    """The page of the last turn goes first among them; once no turn waits, the order is that of other pages."""
     medium = opener(policy="lru")
     data = {PageFragment(0, 0): bytes(64 << 10)}
     for number in range(6):
@@ -336,7 +336,7 @@ def test_many_threads(medium: StorageBackend) -> None:
 
 
 class Beside(RuleBasedStateMachine):
-    """A medium beside a dict of what was written."""
+    """A medium that is compared with a dict of what was written."""
 
     open_one: Opener
 

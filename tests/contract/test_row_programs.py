@@ -65,7 +65,7 @@ def bound(part: Part, x: tuple[Tensor, ...], threads: int = 1, left: int = 0) ->
 
 
 def taken(captured: SlicedProgram, threads: int = 1, left: int = 0) -> Callable[..., tuple[Tensor, ...]]:
-    """As ``bound``, of a program that is used up."""
+    """Binds, as ``bound`` does, a program that is used up."""
     program = rows.bind_rows(captured, gemm.get("native", threads))
     found = program.slices[0]
     names = [str(n.target) for n in found.module.graph.nodes if n.op == "call_function" and "aten" in str(n.target)]
@@ -179,7 +179,7 @@ def test_functions_are_exact_over_their_range(name: str) -> None:
     unit = torch.finfo(torch.float32).eps
     size = wanted.abs().clamp_min(1.0 if name in ("cos", "sin") else 1e-30)
     if name in ("silu", "gelu", "gelu_tanh"):
-        size = torch.maximum(size, x.double().abs() * 1e-2)  # tails are small beside x
+        size = torch.maximum(size, x.double().abs() * 1e-2)  # tails are small relative to x
     right = (found.double() == wanted) | ((found.double() - wanted).abs() <= 8 * unit * size)
     assert right[: len(near) + len(far)].all(), (x[~right], found[~right], wanted[~right])
     assert found.isnan()[-1]

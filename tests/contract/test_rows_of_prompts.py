@@ -1,4 +1,4 @@
-"""What native attention keeps beyond the contract: a prompt's row is as exact as a token that is decoded."""
+"""The promise of native attention beyond the contract: a prompt's row is as exact as a token that is decoded."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_the_first_row_of_a_prompt_has_the_bits_of_a_decoded_token(variant: str,
 def test_where_a_prompt_is_cut_changes_its_rows_by_rounding_of_fp32_alone(
     variant: str, dtype: torch.dtype, spec: dict[str, float]
 ) -> None:
-    """Each row in a chunk, and by itself behind those before it: bf16 weights are rounded by their scores alone, so
-    that KV which is computed anew differs from that of decoded tokens as little as that of fp32 does.
+    """Each row is computed in a chunk, and by itself after those before it. The weights are rounded to bf16 by their
+    scores alone. KV that is computed anew therefore differs from that of decoded tokens as little as that of fp32 does.
     """
     case = Case(((100, 70),), operator(8, 2, 64, **spec), dtype, seed=3)
     backend = NativeAttention(dtype, variant)

@@ -158,7 +158,7 @@ def test_greedy_takes_the_lowest_id_and_no_number_gives_none(name: str) -> None:
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("size", [4, 5000])
 def test_top_p_ends_at_the_token_that_reaches_it(name: str, size: int) -> None:
-    """Of four equal tokens; 2^-52 above one half is beyond two of them."""
+    """There are four equal tokens; 2^-52 above one half is beyond two of them."""
     logits = torch.full((1, size), float("-inf"))
     ids = [0, 1, 2, 3] if size == 4 else [5, 1023, 1024, 4999]
     logits[0, ids] = 1.5
@@ -214,7 +214,7 @@ def test_random_bits_are_numpys_philox() -> None:
 
 
 def frequencies(name: str, logits: Tensor, count: int, **options: Any) -> Tensor:
-    """Of ``count`` draws, in rounds of rows that differ in nothing but the index."""
+    """Returns the frequencies of ``count`` draws, in rounds of rows that differ in nothing but the index."""
     asks = [ask(0, i, seed=11, **options) for i in range(count)]
     return torch.bincount(torch.tensor(BACKENDS[name].sample(logits[None], asks)), minlength=len(logits)).double()
 

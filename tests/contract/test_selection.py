@@ -41,7 +41,7 @@ def operator(heads: int = HEADS) -> Operator:
 
 
 class Case:
-    """Sequences in a store of ``dtype``, written in two steps; and the queries of a step behind them."""
+    """Sequences in a store of ``dtype``, written in two steps; and the queries of a later step."""
 
     def __init__(self, wire: torch.dtype, dtype: torch.dtype) -> None:
         torch.manual_seed(1)
@@ -152,7 +152,7 @@ def test_a_head_gets_the_same_bits_whoever_is_beside_it(name: str) -> None:
 
 
 def test_bounds_are_those_of_the_block_as_it_was_written_last() -> None:
-    """A block that is written anew from its middle on, as behind a loss, has the bounds of what is there then."""
+    """A block that is written anew from its middle on, as after a loss, has the bounds of what is there then."""
     store = allocate_layer(4, 2, SIZE, DIM, DIM, torch.float32, CPU, selects=True)
     k = torch.randn(SIZE + 5, 2, DIM)
 
@@ -196,7 +196,7 @@ def test_no_token_scores_higher_than_the_bound_of_its_block() -> None:
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("dim", "each", "scaled"), [(20, 1, False), (64, 3, True), (128, 4, False)])
 def test_native_kernels_choose_as_the_reference_does(wire: torch.dtype, dim: int, each: int, scaled: bool) -> None:
-    """Of every head width, with blocks that have a NaN, and of those alike the later ones."""
+    """The cases are every head width, and blocks that have a NaN; of equal blocks the later ones are chosen."""
     torch.manual_seed(dim)
     stored = torch.int8 if scaled else wire
     op = Operator(spec=SPEC, q_heads=2 * each, kv_heads=2, qk_dim=dim, v_dim=dim)
@@ -220,7 +220,7 @@ def test_native_kernels_choose_as_the_reference_does(wire: torch.dtype, dim: int
 
 
 def test_the_last_rows_of_a_prompt_are_scored_for_a_tenth_of_its_pairs() -> None:
-    """By the kernels' own count, of 256 rows of 5,000 that come in two chunks: no row meets what lies behind it."""
+    """The kernels' own count shows it, for 256 rows of 5,000 that come in two chunks: no row meets later tokens."""
     length, window, op = 5000, 256, operator()
     store = allocate_layer(-(-length // SIZE), HEADS, SIZE, DIM, DIM, torch.bfloat16, CPU)
     store.k.normal_()

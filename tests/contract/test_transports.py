@@ -341,7 +341,7 @@ def test_abort_and_close_wake_both_sides(pair: Pair, how: str, operation: str) -
 
 
 def test_whatever_the_peer_says_is_one_line_of_text(pair: Pair) -> None:
-    """Its words end up in errors and logs, where they must not pass for somebody else's."""
+    """Its text ends up in errors and logs, where it must not pass for another peer's."""
     pair.a.abort("enough\r\nERROR \x1b[2Jall is lost \x7f\u2028\u00e9")
     with pytest.raises(netstack.PeerFault, match="enough +ERROR .*all is lost .*\u00e9") as fault:
         pair.b.wait_signal(timeout_s=LONG_S)
@@ -616,7 +616,7 @@ def test_nobody_gets_more_channels_than_the_listener_allows(fabric: Fabric) -> N
 
 
 def descriptors() -> set[tuple[str, str]]:
-    """Of this process: their numbers, and what each leads to."""
+    """Returns the descriptors of this process: their numbers, and what each leads to."""
     links = set()
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the listing's own
@@ -626,7 +626,7 @@ def descriptors() -> set[tuple[str, str]]:
 
 @pytest.mark.no_retry
 def test_a_closed_channel_holds_no_descriptor(fabric: Fabric) -> None:
-    """While somebody still holds the object."""
+    """The object is still referenced."""
     listener = fabric.listen()
     for end in (first := connect(fabric, listener)).a, first.b:  # what a process opens once is open now
         end.close()
@@ -700,7 +700,7 @@ def test_random_traffic_equals_a_queue(
 
 
 class Kernels:
-    """What one end's kernels are given, in memory that they reach: a stream, and a message's place."""
+    """The arguments of one end's kernels, in memory that they reach: a stream, and a message's place."""
 
     def __init__(self, driver: Driver, channel: Channel) -> None:
         assert isinstance(channel, DeviceChannel)
@@ -748,14 +748,14 @@ class Kernels:
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["whole", "by parts"])
 def by_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether every message goes as a long one does."""
+    """Has every message go as a long one does, or not."""
     if request.param:
         monkeypatch.setattr(calls, "LONG_BYTES", 0)
 
 
 @pytest.fixture(params=FOR_KERNELS)
 def kernels(request: pytest.FixtureRequest, by_parts: None) -> Iterator[tuple[Kernels, Kernels]]:
-    """Of both ends of a channel whose slots and epoch wrap soon."""
+    """The kernels of both ends of a channel whose slots and epoch wrap soon."""
     with scheme_of(request.param) as scheme:
         fabric = open_or_skip(scheme, gpu=gpu_of(request.param))
         pair, driver = connect(fabric, fabric.listen(), epoch=65535, kernels=True), Driver()
@@ -769,7 +769,9 @@ def kernels(request: pytest.FixtureRequest, by_parts: None) -> Iterator[tuple[Ke
 
 @pytest.mark.no_retry
 def test_kernels_move_messages_both_ways_over_many_laps(kernels: tuple[Kernels, Kernels]) -> None:
-    """Of one run of bytes and of two, of any length; a ring's slots, and 8 and 16 bits of counters, come round."""
+    """Messages have one run of bytes or two, of any length; a ring's slots, and 8 and 16 bits of counters,
+    come round.
+    """
     rng = random.Random(1)
     payloads = [rng.randbytes(n * 13 % (SMALL.slot_bytes + 1)) for n in range(300)]
 
@@ -910,7 +912,7 @@ def test_messages_of_both_lanes_are_in_order_over_many_laps(kernels: tuple[Kerne
 
 
 def test_no_message_waits_for_bulk(kernels: tuple[Kernels, Kernels]) -> None:
-    """However much of it nobody takes, nor bulk for others; and all of it comes."""
+    """Bulk messages may be left unread by this peer, or by others; and all of them come."""
     a, b = kernels
     if a.side.bulk is a.side:
         pytest.skip("its messages share no queue of a NIC: one lane")

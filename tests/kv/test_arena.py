@@ -75,7 +75,7 @@ def test_what_is_touched_is_there_and_what_is_not_needed_goes_back() -> None:
 
 
 def test_what_is_ready_serves_what_has_a_little_more_in_any_order_of_sizes() -> None:
-    """And pages that nobody has asked for are not there."""
+    """And pages that were never asked for are not there."""
     slabs, before = HugePageArena(), resident()
     shapes = [((MANY,), torch.int16), ((MANY // 2,), torch.int16), ((50,), torch.float32)]
     slabs.prepare(shapes, HUGE_PAGE)

@@ -1,4 +1,4 @@
-"""Who is given up first: orders by hand, a model of LRU, and hit rates of public traces."""
+"""The sequences that are given up first: orders by hand, a model of LRU, and hit rates of public traces."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def trace(name: str) -> list[list[bytes]]:
 
 
 def hit_rate(requests: list[list[bytes]], policy: str, pages: int) -> float:
-    """Of pages, partial ones counted whole: match, then touch or insert from the last page to the first, then evict."""
+    """Returns the hit rate of pages, partial ones counted whole: match, then touch or insert from the last page to the
+    first, then evict.
+    """
     tier, hits = EvictionQueue(policy, pages), 0
     for keys in requests:
         hits += next((n for n, key in enumerate(keys) if key not in tier), len(keys))

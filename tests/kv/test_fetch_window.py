@@ -1,4 +1,4 @@
-"""The windows of CachedAttention: its worked example, its arithmetic, and LRU where nobody waits."""
+"""The windows of CachedAttention: its worked example, its arithmetic, and LRU where no request waits."""
 
 from __future__ import annotations
 

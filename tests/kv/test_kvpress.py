@@ -1,4 +1,6 @@
-"""Scores of blocks beside those of SnapKV in kvpress, before pooling: an oracle that is no part of this project."""
+"""Scores of blocks compared with those of SnapKV in kvpress, before pooling: an oracle that is no part of
+this project.
+"""
 
 from __future__ import annotations
 

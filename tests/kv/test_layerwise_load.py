@@ -11,7 +11,7 @@ T_LOAD, T_COMPUTE = 0.61, 0.39  # of the paper's prefill time (figure 19)
 
 @pytest.mark.parametrize(("layers", "first"), [(40, 15), (16, 6)])
 def test_the_gate_opens_behind_the_papers_buffer(layers: int, first: int) -> None:
-    """As many layers of as many bytes, which come at an even rate."""
+    """The buffer has as many layers of as many bytes, which come at an even rate."""
     there = [n for n in range(layers + 1) if can_start(layers * 1000, n * 1000, T_LOAD * n / layers, T_COMPUTE)]
     assert there[0] == first == -(-buffer_bytes(layers / T_LOAD, T_LOAD, T_COMPUTE) // 1)
     assert there == list(range(first, layers + 1)), "once open, it stays so"
@@ -19,7 +19,7 @@ def test_the_gate_opens_behind_the_papers_buffer(layers: int, first: int) -> Non
 
 @pytest.mark.parametrize(("spare_s", "first"), [(0.0, 16), (1e-9, 16), (0.61, 1), (99.0, 1)])
 def test_how_many_of_16_layers(spare_s: float, first: int) -> None:
-    """All of them where nobody knows what rows take; one at least, as they begin with that."""
+    """All of them where the time of rows is unknown; one at least, as they begin with that."""
     assert first == next(n for n in range(17) if can_start(16, n, T_LOAD * n / 16, spare_s))
 
 

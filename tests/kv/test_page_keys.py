@@ -51,7 +51,7 @@ def test_roots_differ() -> None:
 
 
 def chain(tokens: list[int]) -> list[bytes]:
-    """Of all pages of ``tokens``, the last one with what is left."""
+    """Returns the keys of all pages of ``tokens``, the last one with what is left."""
     keys = [ROOT]
     for at in range(0, len(tokens), PAGE):
         keys.append(page_key(keys[-1], at // PAGE, tokens[at : at + PAGE]))
@@ -73,7 +73,7 @@ def test_a_page_depends_on_its_parent_and_number() -> None:
 
 
 def test_recorded_keys() -> None:
-    """What lies in a store is found by engines to come: this changes with the tags' numbers alone."""
+    """Later engines find what lies in a store: the keys change with the tags' numbers alone."""
     assert ROOT.hex()[:16] == "d322a3579462c5b9"
     assert page_key(ROOT, 0, TOKENS[:PAGE]).hex()[:16] == "e2961df6d9350dbc"
 

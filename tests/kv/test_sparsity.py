@@ -1,4 +1,4 @@
-"""Which blocks a sparse sequence keeps, how they are scored, and which plans are refused.
+"""The blocks that a sparse sequence keeps, how they are scored, and which plans are refused.
 
 Covers: lamina/ops/attention/block_scores.py.
 """
@@ -25,7 +25,7 @@ BUDGET = KvBudget(tokens=8 * SIZE, sink=4, recent=2 * SIZE, block_size=SIZE)
 
 
 def test_the_best_blocks_stay_and_their_neighbours_count() -> None:
-    """Of 12 blocks the first and the last two stay in any case, and five of the others."""
+    """The first and the last two of 12 blocks stay in any case, and five of the others."""
     scores = [0, 1, 0, 90, 0, 2, 0, 3, 0, 80, 0, 0]
     assert choose_dropped(scores, [], 12 * SIZE, BUDGET) == [1, 5, 6, 7]
     assert choose_dropped(scores, [5, 6], 12 * SIZE, BUDGET) == [1, 7]

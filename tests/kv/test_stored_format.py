@@ -72,7 +72,7 @@ def test_what_is_not_finite_makes_its_own_row_nan(dtype: torch.dtype, bad: float
 
 @dtypes
 def test_every_number_stands_for_itself(dtype: torch.dtype) -> None:
-    """What was stored once and comes again, as on a replayed step, is stored as the same: with a scale of 1."""
+    """A stored number that comes again, as on a replayed step, is stored as the same: with a scale of 1."""
     if dtype == torch.int8:
         x = torch.arange(-127, 128).float()[None]
     else:

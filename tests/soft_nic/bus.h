@@ -1,11 +1,13 @@
 // A processor in front of the software NIC, with the weakest memory order that a GPU may show.
 //
 // Stores wait in a buffer and leave it in any order (same address: in order) at any time; only a fence empties it. What
-// leaves it is in this GPU's memory, or, for memory elsewhere, on its way in a second one, which a fence of the system's
-// empties and one of the GPU's does not; processors of one GPU share the way, on which stores to one address keep their order.
-// Registers are reached past the buffer. A plain load may return what was there before the last acquire, and be done as
-// late as the next fence or release: whoever writes there before ends the program. Between any two accesses the world,
-// NICs that is, may move. So a fence, a release or an acquire too few is a wrong result, sooner or later.
+// leaves it is in this GPU's memory. Stores to memory elsewhere are then in flight in a second buffer, which a fence of
+// the system's empties and one of the GPU's does not. Processors of one GPU share this way, on which stores to one
+// address keep their order. Registers are reached past the buffer. A plain load may return what was there before the
+// last acquire, and be done as late as the next fence or release. An earlier write to that
+// address ends the program.
+// Between any two accesses the world, NICs that is, may move. So a fence, a release or an acquire too few is a wrong
+// result, sooner or later.
 #pragma once
 
 #include <algorithm>

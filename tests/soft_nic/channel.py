@@ -69,7 +69,8 @@ class NicModelChannel(WatchedChannel):
             raise
         self._sent = 0
         self._proxied = proxied
-        self._unclosed: weakref.finalize[[], NicModelChannel] | None = None  # ends the proxy of one that nobody closes
+        # ends the proxy of one that is never closed
+        self._unclosed: weakref.finalize[[], NicModelChannel] | None = None
 
     def meet(self, deadline: float) -> None:
         """Run ``meeting``, by ``deadline``. Raises ChannelError."""

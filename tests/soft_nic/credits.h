@@ -1,5 +1,5 @@
-// Credits that ride on messages, and those that have to go by themselves: counted, and with kernels that receive beside
-// those that send.
+// Credits that ride on messages, and those that have to go by themselves: counted, and with kernels that receive while
+// others send.
 #pragma once
 
 #include "soft_nic/pair.h"
@@ -44,7 +44,7 @@ inline void steps(u64 batches, u64 layers, Shape a, Shape b, u64 seed) {
   check_clean(pair.b, b.index);
 }
 
-// A peer to which nothing is sent: its credits are told in as few requests as it needs in order never to wait for long.
+// A peer to which nothing is sent: its credits go in as few requests as it needs in order never to wait for long.
 inline void one_way(u64 slots, u64 seed) {
   g_scenario = "credits where nothing goes back";
   Pair pair(shape(slots, 64, 7ull << 48, 0xffc0), shape(slots, 64, 7ull << 48, 0xffc0), {true, true, false}, seed);
@@ -63,7 +63,7 @@ inline void one_way(u64 slots, u64 seed) {
   pair.settle();
   CHECK(pair.b.channel.credits == messages / (most + 1) && pair.b.nic.count.executed == pair.b.channel.credits);
   CHECK(pair.a.nic.count.executed == 2 * messages && pair.a.channel.credits == 0);
-  // Who goes on by other means, such as a host, is told the rest at once.
+  // An end that goes on by other means, such as a host, gets the rest at once.
   report(pair.b);
   pair.settle();
   for (u64 n = 0; n < slots; ++n) CHECK(send(pair.a));
@@ -112,7 +112,7 @@ inline void kept() {
   CHECK(report_due(pair.b.bus, pair.b.channel) == mlx5::kOk && pair.b.channel.credits == 0);
 }
 
-// Two ends that both wait for a slot, which the other one has given back and not told of.
+// Two ends that both wait for a slot, which the other one has given back without a report.
 inline void both_wait(u64 seed) {
   g_scenario = "both ends wait for a slot";
   const u64 zero = 3ull << 48;
@@ -135,7 +135,7 @@ inline void both_wait(u64 seed) {
   pair.settle();
   for (int n = 0; n < 3; ++n) CHECK(send(pair.b));
   pair.settle();
-  CHECK(send(pair.a) && !send(pair.a));  // b has told of the first one
+  CHECK(send(pair.a) && !send(pair.a));  // b has reported the first one
   pair.settle();
   for (End* end : ends) receive_due(pair, *end);
   CHECK(mlx5::wait_slot(pair.a.bus, pair.a.channel, 1000) == mlx5::kTimeout);
@@ -149,7 +149,7 @@ inline void both_wait(u64 seed) {
   CHECK(wait_slot_or_tell(pair.b.bus, pair.b.channel, kLongNs) == mlx5::kAborted);
 }
 
-// Whoever is about to ride finds the queue dead, and so does whoever has to tell by itself; nothing is noted as told.
+// A credit that is about to ride finds the queue dead, and so does one that goes by itself; none is noted as sent.
 inline void dead(bool rides) {
   g_scenario = rides ? "a credit on a message of a dead queue" : "a credit for a dead queue";
   Pair pair(shape(1, 64), shape(1, 64), {}, 6);

@@ -130,7 +130,7 @@ class End {
   }
   End(const End&) = delete;
 
-  // `receiving` is used beside `bus` from here on.
+  // `receiving` is used together with `bus` from here on.
   void split() {
     readers.all = {&bus, &receiving};
     bus.tell(&receiving);
@@ -162,7 +162,7 @@ class End {
 
  public:
   Nic& nic;
-  WeakBus bus, receiving;  // of who sends, or does all; of who receives beside it
+  WeakBus bus, receiving;  // of the processor that sends, or does all; of the one that receives at the same time
 
  private:
   WeakBus clerk_;

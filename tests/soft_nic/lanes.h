@@ -1,5 +1,5 @@
-// Channels of two lanes: Q and O by the first, bulk from a to b by a queue pair of its own. Nothing orders the two NICs'
-// work, and processors that send run beside those that receive, of which each uses both lanes.
+// Channels of two lanes: Q and O by the first, bulk from a to b by a queue pair of its own. Nothing orders the two
+// NICs' work. Processors that send run together with those that receive, of which each uses both lanes.
 #pragma once
 
 #include <array>
@@ -172,7 +172,7 @@ inline void lane_held_up(u64 still, u64 seed) {
   CHECK(!can_receive(pair.b.receives(still)));
 }
 
-// Bulk to a peer that sends nothing: its credits are told by the first lane's queue, in as few requests as by one_way.
+// Bulk to a peer that sends nothing: its credits go by the first lane's queue, in as few requests as by one_way.
 inline void bulk_alone(u64 slots, u64 seed) {
   g_scenario = "credits of bulk where nothing goes back";
   LanedPair pair(shape(2, 64), shape(2, 64), {slots, 40}, {true, true, false}, seed);
@@ -191,7 +191,7 @@ inline void bulk_alone(u64 slots, u64 seed) {
   const u64 credits = messages / (most + 1);
   CHECK((pair.executed() == std::array<u64, 4>{0, 2 * messages, credits, 0}));
   CHECK(first->credits == credits && bulk->credits == 0 && first->reported == 0);
-  // Who goes on by other means is told the rest at once, whichever lane that is about.
+  // An end that goes on by other means gets the rest at once, whichever lane that is about.
   Half rest = pair.b.receives(seed % 2);
   CHECK(report(rest.bus, rest.channel) == mlx5::kOk && bulk->reported == messages);
   CHECK(first->credits == credits + (messages % (most + 1) != 0));
@@ -224,7 +224,7 @@ inline void ridden_lanes(u64 seed) {
   }
 }
 
-// Whoever waits for a slot of either lane has told what it gave back of both: its peer may wait for that alone.
+// An end that waits for a slot of either lane has reported what it gave back of both: its peer may wait for that alone.
 inline void lanes_wait(u64 seed) {
   g_scenario = "who waits for a slot of one lane tells of both";
   LanedPair pair(shape(4, 64), shape(4, 64), {4, 40}, {true, true, false}, seed);
@@ -247,7 +247,7 @@ inline void lanes_wait(u64 seed) {
   CHECK(wait_slot_or_tell(urgent.bus, urgent.channel, kLongNs) == mlx5::kOk && told_a == 1);
 }
 
-// Whoever waits by one lane hears of the other's failure: the answer to what was lost there never comes.
+// An end that waits by one lane hears of the other's failure: the answer to what was lost there never comes.
 inline void lane_fails(u64 dead, u64 seed) {
   g_scenario = dead ? "bulk that cannot be delivered" : "a first lane that is dead";
   LanedPair pair(shape(2, 64), shape(2, 64), {2, 40}, {}, seed);

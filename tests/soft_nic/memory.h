@@ -58,7 +58,7 @@ inline void memory_traffic(u64 messages, u64 slots, u64 slot_bytes, u64 zero, u6
   for (const MemoryPair::End* end : ends) CHECK((end->bus.system_fences == 0) == near);
 }
 
-// What only the signal makes visible, and who is told of what.
+// The stores that only the signal makes visible, and the reports that each side gets.
 inline void memory_lies() {
   g_scenario = "memory, step by step";
   MemoryPair pair({2, 64}, {2, 64}, 3ull << 48, 1);

@@ -1,6 +1,6 @@
 // soft_nic._native: a channel of mlx5_channel.h over the software NIC. netstack/nic_model/_native.pyi documents it.
 //
-// The GIL is the queue's lock: whoever posts or polls holds it. Only waits, which read the inbox, go without.
+// The GIL is the queue's lock: the thread that posts or polls holds it. Only waits, which read the inbox, go without.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -268,7 +268,7 @@ PyObject* host_receive(PyObject*, PyObject* args) {
   return PyLong_FromLong(status);
 }
 
-// A NIC over memory of the caller's, whose doorbells somebody else writes.
+// A NIC over memory of the caller's, whose doorbells another process writes.
 PyObject* serve_nic(PyObject*, PyObject* args) {
   u64 ring, record, completions, seen, registers, index, stop_at;
   unsigned number, blocks, cqes, alternate;

@@ -1,8 +1,8 @@
 // A software mlx5 NIC: one RC queue pair and its completion queue, run step by step.
 //
-// It reads and writes plain memory as the hardware does: work queue, doorbell record, completions and the memory
-// behind the keys. It shares no code and no constant with mlx5.h, so that an error there cannot cancel out here.
-// What the hardware would accept but our protocol never does is counted in `odd`.
+// It reads and writes plain memory as the hardware does: work queue, doorbell record, completions and the memory of the
+// keys. It shares no code and no constant with mlx5.h, so that an error there cannot cancel out here. What the hardware
+// would accept but our protocol never does is counted in `odd`.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct Random {
   bool once_in(std::uint64_t n) { return below(n) == 0; }
 };
 
-// Told of every write before it happens, so that it can remember what was there.
+// Sees every write before it happens, so that it can remember what was there.
 struct Observer {
   virtual ~Observer() = default;
   virtual void before_write(const void* at, std::uint64_t bytes) = 0;
@@ -57,23 +57,23 @@ struct Setup {
   std::uint8_t* completions;
   const std::uint32_t* seen;
   std::uint32_t number, blocks, cqes, alternate;
-  std::uint64_t index;        // of the next WQE; hardware starts at 0, tests start near a wrap
-  std::uint64_t completed;    // of the next completion
-  Observer* observer;         // of the processor that polls
-  bool late = false;          // doorbells may come when the record has gone on
-  std::uint32_t user = 0;     // whose queue pair it is, as completions tell it beside its number
+  std::uint64_t index;  // of the next WQE; hardware starts at 0, tests start near a wrap
+  std::uint64_t completed;  // of the next completion
+  Observer* observer;  // of the processor that polls
+  bool late = false;  // doorbells may come when the record has gone on
+  std::uint32_t user = 0;  // whose queue pair it is, as completions name it in addition to its number
 };
 
 // How the outside world may delay, split and repeat; all legal. `reorder` is not: see mlx5::put_signal.
 struct Adversary {
-  bool split = false;    // writes arrive in pieces
-  bool repeat = false;   // doorbells arrive again, late, and the record is read without one
+  bool split = false;  // writes arrive in pieces
+  bool repeat = false;  // doorbells arrive again, late, and the record is read without one
   bool reorder = false;  // two writes may overtake each other, as with adaptive routing
 };
 
 struct Counters {
   std::uint64_t executed = 0, completions = 0, doorbells = 0;
-  std::uint64_t stale = 0;    // doorbells for what was already fetched: legal, ignored
+  std::uint64_t stale = 0;  // doorbells for what was already fetched: legal, ignored
   std::uint64_t refused = 0;  // doorbells outside the window that the record opens
   std::uint64_t odd = 0;
 };
@@ -84,10 +84,10 @@ class Nic {
       : setup_(setup), adversary_(adversary), random_{seed}, next_(setup.index), end_(setup.index),
         completed_(setup.completed) {}
 
-  std::vector<MemoryRegion> local, remote;  // behind our keys, behind the peer's keys
+  std::vector<MemoryRegion> local, remote;  // of our keys, of the peer's keys
   Counters count;
-  bool peer_gone = false;  // nobody acknowledges
-  bool overrun = false;    // the completion queue had no room: fatal on hardware
+  bool peer_gone = false;  // nothing is acknowledged
+  bool overrun = false;  // the completion queue had no room: fatal on hardware
 
   State state() const { return state_; }
   bool modify(State to);  // false if the specification has no such transition

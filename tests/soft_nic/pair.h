@@ -110,7 +110,8 @@ bool receive(E& end) {
   return true;
 }
 
-// What was taken and not given back is told by nothing: `told` is called once, when one of two messages is free.
+// Messages that were taken and not given back are reported by nothing: `told` is called once, when one of two messages
+// is free.
 template <class E>
 void keep_one(E& from, E& to, const std::function<void()>& settle, const std::function<void()>& told) {
   CHECK(send(from) && send(from));

@@ -135,7 +135,7 @@ void broken_waits(u64 seed) {
   CHECK(mlx5::wait_message(pair.a.bus, pair.a.channel, 1000) == mlx5::kAborted);
 }
 
-// Whoever waits polls without a rest at first, and an abort at any time ends it before it has polled 64 times more.
+// A waiting end polls without a rest at first, and an abort at any time ends it before it has polled 64 times more.
 void aborts() {
   g_scenario = "aborts";
   for (unsigned when = 0; when < 200; ++when) {
@@ -196,7 +196,7 @@ void lies() {
     lie("credit", [=](Pair& p) { set(p.inbox_of_a() + mlx5::kCreditAt, credit); }, true);
 }
 
-// What a peer writes into the words of a header that nobody defined stays in its slot.
+// A peer's writes into the undefined words of a header stay in its slot.
 void unused_words() {
   g_scenario = "unused words of a header";
   Pair pair(shape(2, 64), shape(2, 64), {}, 16);

@@ -21,7 +21,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of one test: ``outcome`` is passed, failed or skipped; ``cause`` is one line."""
+    """The result of one test: ``outcome`` is passed, failed or skipped; ``cause`` is one line."""
 
     test: str
     outcome: str
@@ -30,7 +30,7 @@ class Ran:
 
 @dataclass
 class Reason:
-    """Why some tests fail, or are not run. ``says``: patterns of the causes that it explains."""
+    """The reason why some tests fail, or are not run. ``says``: patterns of the causes that it explains."""
 
     text: str
     silent: bool = False
@@ -57,7 +57,7 @@ class Known:
         return [test for reason in self.reasons if reason.silent for test in reason.tests]
 
     def reason(self, ran: Ran) -> str:
-        """Why ``ran`` may fail as it did; empty: nothing is known."""
+        """Returns why ``ran`` may fail as it did; empty: nothing is known."""
         for reason in self.reasons:
             named = not reason.silent and any(matches(test, ran.test) for test in reason.tests)
             if named and any(matches(cause, ran.cause) for cause in reason.says):
@@ -65,13 +65,13 @@ class Known:
         return ""
 
     def left_out(self, test: str) -> bool:
-        """Whether ``test`` is not run."""
+        """Returns whether ``test`` is not run."""
         return any(matches(pattern, test) for pattern in self.silent)
 
 
 @dataclass
 class Verdict:
-    """A run beside its list."""
+    """A run compared with its list."""
 
     passed: int = 0
     differs: Counter[str] = field(default_factory=Counter)  # by reason
@@ -82,7 +82,7 @@ class Verdict:
 
     @property
     def red(self) -> bool:
-        """Whether somebody has to look."""
+        """Returns whether a person has to look."""
         return bool(self.new or self.missing)
 
 
@@ -114,7 +114,7 @@ def read(path: Path) -> Known:
 
 
 def matches(pattern: str, test: str) -> bool:
-    """Whether ``pattern``, whose ``*`` is any text, is ``test``."""
+    """Returns whether ``pattern``, whose ``*`` is any text, is ``test``."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), test, re.DOTALL) is not None
 
 

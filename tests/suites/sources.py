@@ -1,4 +1,4 @@
-"""Where the suites come from, and the environment in which they run: all of it below build/suites."""
+"""The sources of the suites, and the environment in which they run: all of it below build/suites."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _download(package: str) -> None:
 
 
 def _unpack(archive: Path, at: Path, parts: Iterable[str]) -> None:
-    """Of a source package's one folder, what begins with one of ``parts``."""
+    """Unpacks, from a source package's one folder, what begins with one of ``parts``."""
     with tarfile.open(archive) as tar:
         for member in tar:
             inside = member.name.partition("/")[2]

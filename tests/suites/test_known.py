@@ -1,4 +1,4 @@
-"""The judgement of a suite's run: a new difference is red, a known one is not, and one that is mended is told."""
+"""The judgement of a suite's run: a new difference is red, a known one is not, and a mended one is reported."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_lists_of_this_folder_can_be_read(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vllm-server", "vllm-offline", "transformers"])
 def test_the_table_says_what_the_lists_ask_for(name: str) -> None:
-    """Of a row: applied = passed + known, and passed is what a run must reach."""
+    """The rule of a row: applied = passed + known, and passed is what a run must reach."""
     table = (HERE.parents[1] / "docs" / "serve.md").read_text().splitlines()
     row = next(line for line in table if line.startswith(f"| {name}, "))
     apply, passed, differ, absent = (int(cell) for cell in row.strip("| ").split(" | ")[1:])

@@ -1,4 +1,6 @@
-"""What compilers make for tests is kept under build/, by compiler, command and the content of all that it includes."""
+"""Programs that compilers make for tests are kept under build/, by compiler, command and the content of all that they
+include.
+"""
 
 from __future__ import annotations
 

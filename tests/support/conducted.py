@@ -1,4 +1,4 @@
-"""What the Conductor's tests share: a literal Algorithm 1, conductors by hand, traces made up."""
+"""Helpers of the Conductor's tests: a literal Algorithm 1, conductors by hand, traces made up."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def algorithm_1(asked: RoutingQuery, slo_ttft: float) -> tuple[int, float, int, 
 
 
 def asked(workers: Sequence[tuple[float, int]], tokens: int = 10_000, threshold: float = 1.5) -> RoutingQuery:
-    """Of workers with (queue, match)."""
+    """Asks workers with (queue, match)."""
     matches = [WorkerMatch(w, queue_s, prefix, prefix) for w, (queue_s, prefix) in enumerate(workers)]
     return RoutingQuery(tokens, matches, LAW.seconds, lambda source, worker, moved: moved / RATE, threshold)
 
 
 def prompt(tokens: int, *blocks: int) -> PromptInfo:
-    """Of blocks of 512 tokens."""
+    """Makes a prompt of blocks of 512 tokens."""
     return PromptInfo(tokens, [b.to_bytes(8, "little") for b in blocks], 512)
 
 

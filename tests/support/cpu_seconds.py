@@ -22,7 +22,9 @@ LINES = "LAMINA_TEST_CPU"  # environment variable: a file that gets a JSON line 
 
 
 def cpu_seconds(process: int) -> float:
-    """Of ``process``, its children that have ended, and its descendants that run; 0 where it has ended by now."""
+    """Returns the CPU seconds of ``process``, its children that have ended, and its descendants that run; 0 where it
+    has ended by now.
+    """
     folder, children = Path(f"/proc/{process}"), list[str]()
     try:
         fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
@@ -35,7 +37,7 @@ def cpu_seconds(process: int) -> float:
 
 
 class CpuSeconds:
-    """What each test has used, by the reports of this process or of all that run tests for it."""
+    """The CPU seconds of each test, by the reports of this process or of all that run tests for it."""
 
     def __init__(self) -> None:
         self._before = 0.0

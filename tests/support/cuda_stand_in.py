@@ -46,7 +46,8 @@ def build() -> Path:
         partial = library.with_suffix(f".{os.getpid()}")
         subprocess.run(["g++", *FLAGS, str(SOURCE), str(NCCL), "-o", str(partial)], check=True, timeout=110)
         with suppress(FileExistsError):
-            (folder / "include").symlink_to(HEADERS)  # as NCCL's package has them beside its library
+            # in the folder that they have next to the library in NCCL's package
+            (folder / "include").symlink_to(HEADERS)
         compiler = partial.with_name(f"nvcc.{os.getpid()}")
         compiler.write_text(NVCC)
         compiler.chmod(0o755)
@@ -56,7 +57,7 @@ def build() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """What makes the product load it in place of libcuda and NVRTC."""
+    """The variables that make the product load it in place of libcuda and NVRTC."""
     library = str(build())
     places = dict.fromkeys(("LAMINA_LIBCUDA", "LAMINA_LIBNVRTC", "LAMINA_LIBNCCL"), library)
     return places | {"LAMINA_NVCC": str(Path(library).with_name("nvcc"))}
@@ -72,5 +73,5 @@ def scheme_of(transport: str) -> Iterator[str]:
 
 
 def gpu_of(transport: str) -> int | None:
-    """What to open its scheme with."""
+    """Returns the name by which its scheme is opened."""
     return 0 if transport in (ONE_GPU, ONE_STAND_IN) else None

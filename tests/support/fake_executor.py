@@ -108,7 +108,7 @@ def run(engine: Engine) -> dict[int, RequestOutput]:
 
 
 def make_engine(wire: FakeWire | None = None, **options: int) -> Engine:
-    """An engine that keeps no prefixes unless it is told to, so that all blocks are free at the end."""
+    """An engine that keeps no prefixes unless an option asks for it, so that all blocks are free at the end."""
     ticks = iter(range(10**9))
     config = make_config({"enable_prefix_caching": False, **options})
     return Engine(wire or FakeWire(), config, clock=lambda: float(next(ticks)))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ TRIES = 5  # of a minute each, for the warm process of a busy machine to have im
 
 
 class Program(Protocol):
-    """What subprocess.Popen has, of a program that prints lines of text."""
+    """The interface of subprocess.Popen, for a program that prints lines of text."""
 
     pid: int
     stdout: IO[str] | None
@@ -38,7 +38,7 @@ class Program(Protocol):
 class ForkedProgram:
     """`lamina-launch` with these words, in the repository's root; with ``code``, Python that has them as sys.argv[1:].
 
-    ``stderr``: a file; None = nowhere. ``env``: variables that it has beside those of this process.
+    ``stderr``: a file; None = nowhere. ``env``: variables in addition to those of this process.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ForkedProgram:
 
 
 def forked(own: Mapping[str, str], control: socket.socket) -> ForkedProcess:
-    """The process of a program that is told over ``control`` what to be."""
+    """The process of a program that learns over ``control`` what to be."""
     warm = START.get(own)
     assert warm is not None
     for _ in range(TRIES - 1):
@@ -82,7 +82,7 @@ def forked(own: Mapping[str, str], control: socket.socket) -> ForkedProcess:
 
 
 def launch(*words: str, code: str = "", env: Mapping[str, str] = {}) -> str:
-    """What `lamina-launch`, or ``code``, prints with these words; it must end well."""
+    """Returns the output of `lamina-launch`, or of ``code``, with these words; it must end well."""
     with TemporaryFile() as stderr:
         program = ForkedProgram(words, code=code, stderr=stderr, env=env)
         assert program.stdout is not None

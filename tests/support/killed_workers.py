@@ -1,7 +1,7 @@
 """Kills a worker of a store with SIGKILL, again and again: python killed_workers.py DIRECTORY ROUNDS SEED.
 
-Each round forks a worker that writes, reads and drops pages, and says before and behind each call what it does. It is
-killed at a random moment; then this process opens the store and compares. Prints how many calls were cut off, as JSON.
+Each round forks a worker that writes, reads and drops pages, and reports each call before and after it. It is killed at
+a random moment; then this process opens the store and compares. Prints how many calls were cut off, as JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lamina.kv.storage import FragmentLostError, StorageConfig
 from lamina.kv.storage.file import FileStorage
 
 PAGES = 12
-LONGEST_S = 0.02  # of a worker's life behind its first call
+LONGEST_S = 0.02  # of a worker's life after its first call
 Said = tuple[str, int, int]  # what, page, version
 
 
 def fragments(number: int, version: int) -> dict[PageFragment, bytes]:
-    """Of one size, so that a page's versions could be mixed up."""
+    """Makes fragments of one size, so that a page's versions could be mixed up."""
     return {PageFragment(0, head): bytes([number, version % 256, head]) * 20_000 for head in range(3)}
 
 
@@ -68,7 +68,7 @@ def work(directory: str, out: int, seed: int) -> None:
 
 
 def killed(directory: str, seed: int) -> list[Said]:
-    """What a worker said in its life."""
+    """Returns the reports of a worker in its life."""
     inlet, out = os.pipe()
     worker = os.fork()
     if not worker:
@@ -90,7 +90,10 @@ def killed(directory: str, seed: int) -> list[Said]:
 
 
 def compare(directory: str, said: list[Said], known: dict[int, int]) -> bool:
-    """What is there is what was told, and of a call that was cut off all or nothing. Returns whether one was."""
+    """Compares the store with the reports: all is there, and of a call that was cut off all or nothing.
+
+    Returns whether one was.
+    """
     may_be: dict[int, set[int | None]] = {}
     for what, number, version in said:
         if what in "WD":

@@ -1,4 +1,4 @@
-"""What the planner's tests share: the paper's models, and traces made by hand."""
+"""Data of the planner's tests: the paper's models, and traces made by hand."""
 
 from __future__ import annotations
 

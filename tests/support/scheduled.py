@@ -1,4 +1,6 @@
-"""For tests of the scheduler: fake pools that execute its plans late, in any order, and check them as workers would."""
+"""Helpers of the scheduler's tests: fake pools that execute its plans late, in any order, and check them as workers
+would.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ class FakePool:
         kv += step.tokens
 
     def _blocks(self, grant: PrefillGrant) -> list[list[int]]:
-        """Of the granted tokens that the windows of its last one can see, by group."""
+        """Returns the blocks of the granted tokens that the windows of the last token can see, by group."""
         found = []
         for group, window in enumerate(self.tables.windows):
             start, _ = self.tables.block_table(group, grant.sequence)
@@ -116,7 +118,7 @@ class FakePool:
 
 
 class FakePrefill:
-    """A prefill worker: has the tokens of the prompt that it computes, and draws behind the last."""
+    """A prefill worker: has the tokens of the prompt that it computes, and samples after the last."""
 
     def __init__(self, tables: BlockTables, all_workers: list[FakePrefill]) -> None:
         self.tables, self.all_workers = tables, all_workers
@@ -170,8 +172,8 @@ def drive(
     """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order.
 
     ``regroups``: deal anew now and then; ``cancels``: end a sequence now and then. ``page``: of retained sequences.
-    ``kept``: blocks that a prefill worker has for prompts beside the one that it computes; ``sends``: they send to each
-    other what they keep.
+    ``kept``: blocks that a prefill worker has for prompts other than the one that it computes; ``sends``: they send to
+    each other what they keep.
     """
     windows = [window] * len(lanes)
     ledger, tables = (BlockTables(windows, [blocks] * len(lanes), block_size, lanes, stripe) for _ in range(2))

@@ -1,4 +1,4 @@
-"""For tests: workers, their processes and their control links in one process and a time of their own."""
+"""Workers for tests, with their processes and control links in one process and a time of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOTICED_S = 0.01  # by its peers, that a worker is gone
 
 
 class World:
-    """A clock, and all that will happen. Time passes only while somebody waits."""
+    """A clock, and all that will happen. Time passes only while some thread waits."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now = 0.0
@@ -222,7 +222,10 @@ class SimulatedWorker:
 
 
 def ready(view: int, blocks: int = 0, *, prefills: bool = False) -> ComputeReady:
-    """Of an epoch; each has its own number of ``blocks``, where none is named. ``prefills``: who does has a store."""
+    """The capacity report of an epoch; each worker has its own number of ``blocks``, where none is named.
+
+    ``prefills``: who does has a store.
+    """
     store = BindReply(windows=[0], kv_shards=[KvShards()], stripe_blocks=0, num_blocks=[32])
     return ComputeReady(
         epoch=view, vocab_size=97, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[], windows=[0],

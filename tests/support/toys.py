@@ -64,8 +64,8 @@ class Sender:
 
 
 def spread(first: float, last: float, count: int) -> Tensor:
-    """As torch.linspace, which makes no meta tensors in a process that has loaded a model: transformers puts another
-    function in its place for that time, and torch.device keeps the functions that it found at its first use.
+    """Does as torch.linspace, which makes no meta tensors in a process that has loaded a model. transformers puts
+    another function in its place for that time, and torch.device keeps the functions that it found at its first use.
     """
     return first + (last - first) * torch.arange(count) / (count - 1)
 

@@ -1,4 +1,4 @@
-"""A worker that tells of its process what its environment and its starter made it, then ends as it is told."""
+"""A worker that reports what its environment and its starter made of its process, then ends as it is asked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LastWord:
 
 
 def leave_last_words(sock: socket.socket) -> None:
-    """Of all that may still speak when the worker has returned."""
+    """Leaves messages of all that may still write when the worker has returned."""
 
     def after_main() -> None:
         threading.main_thread().join()
@@ -93,7 +93,7 @@ def facts(control: int) -> dict[str, Any]:
 
 
 def brother() -> dict[str, Any]:
-    """Of a worker that this one has started, and whose parent it is."""
+    """Asks a worker that this one has started, and whose parent it is."""
     from lamina.executor.launchers import local
 
     local.ROLES["probe"] = ("zygote_probe", "serve_probe")
@@ -114,7 +114,7 @@ def from_c(name: str) -> str | None:
 
 
 def kind(fd: str, control: int) -> str:
-    """What a descriptor is, in a way that two processes can be compared by."""
+    """Returns what a descriptor is, in a way that two processes can be compared by."""
     try:
         name = os.readlink(f"/proc/self/fd/{fd}")
     except OSError:  # of the listing itself
@@ -124,7 +124,9 @@ def kind(fd: str, control: int) -> str:
 
 
 def thread_facts() -> dict[str, Any]:
-    """Of OpenMP's, MKL's and torch's pools, on this thread and on another one, and all that they then have made."""
+    """Returns facts of OpenMP's, MKL's and torch's pools, on this thread and on another one, and all that they then
+    have made.
+    """
     import torch
 
     found = {}

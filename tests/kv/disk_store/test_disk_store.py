@@ -65,7 +65,7 @@ def opener(path: Path) -> Iterator[Opener]:
 
 
 def has(medium: FileStorage, what: Page, fragments: dict[PageFragment, bytes] | None = None) -> bool:
-    """Whether it has all of a page's fragments as they were written; a wrong answer is an error."""
+    """Returns whether it has all of a page's fragments as they were written; a wrong answer is an error."""
     fragments = ATOMS if fragments is None else fragments
     into = {fragment: bytearray(len(data)) for fragment, data in fragments.items()}
     try:
@@ -279,7 +279,7 @@ def test_a_write_that_fits_no_segment(opener: Opener) -> None:
 
 
 def test_a_segment_that_is_larger_than_any_part_goes(opener: Opener, path: Path) -> None:
-    """Behind others' coming; its room is theirs, too."""
+    """It goes once others have come; its room is theirs, too."""
     first, large = opener(), {PageFragment(0, 0): os.urandom(SIZE * 3 // 5)}
     first.reserve(SIZE * 3 // 5)
     first.write(page(1), large)
@@ -541,7 +541,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_reads_while_another_worker_takes_the_space(opener: Opener) -> None:
-    """A page that goes while it is read is not there; nobody calls it damaged."""
+    """A page that goes while it is read counts as absent, not as damaged."""
     writer, reader = opener(), opener(workers=2)
     wrong: list[str] = []
     done = threading.Event()
@@ -589,7 +589,9 @@ def test_a_flipped_bit_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.long
 @given(seed=st.integers(0, 10**6))
 def test_what_nobody_has_used_for_long_goes(seed: int) -> None:
-    """Beside a dict of when each page was used last: nothing goes earlier, and what is older is gone behind a look."""
+    """A dict has the time when each page was used last: nothing goes earlier, and what is older is gone
+    after a look.
+    """
     order, now, ttl = random.Random(seed), 1000.0, 100.0
     used, fragments = dict[int, float](), {PageFragment(0, 0): bytes(100)}
 

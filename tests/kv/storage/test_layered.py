@@ -94,7 +94,7 @@ def test_figure_9(tmp_path: Path, *, on_disk: bool) -> None:
 
 
 def test_the_line_moves_on() -> None:
-    """Who had its turn is expected no more, so the next one is fetched."""
+    """A turn that has been served is expected no more, so the next one is fetched."""
     places = figure_9()
     places.fetch_all()
     places.both.hint(2, [])
@@ -117,7 +117,7 @@ def test_nothing_is_fetched_where_nobody_waits() -> None:
 
 
 def test_who_was_used_last_stays_without_a_queue() -> None:
-    """As LRU of both places together, but for copies."""
+    """The order is that of LRU of both places together, but for copies."""
     places, gone = Places(2, 2), list[bytes]()
     for number in range(5):
         gone += put(places.both, number)
@@ -207,7 +207,7 @@ def test_others_that_come_do_not_wait_for_the_disk() -> None:
 
 
 def test_the_disk_has_all_behind_an_end(tmp_path: Path) -> None:
-    """As far as it has room: the most recently used first."""
+    """It has all pages that it has room for: the most recently used first."""
     place = StorageConfig(
         64 << 10, directory=str(tmp_path / "kv"), secret=b"s" * 32, server="a", memory_bytes=16 * SESSION, identity=b"i"
     )

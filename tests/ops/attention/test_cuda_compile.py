@@ -26,7 +26,9 @@ QUICK = [USUAL, Variant(element="float"), choose("Half", 128, 128, 64), choose("
 
 
 def variants() -> list[Variant]:
-    """Of what ``choose`` has for bf16: heads of many widths, few queries and many; and some of everything else."""
+    """Returns the variants that ``choose`` has for bf16: heads of many widths, few queries and many; and some of
+    everything else.
+    """
     stores, both = ("", "Int8", "Fp8"), (4, 64)
     dims = [(d, d) for d in (64, 72, 80, 96, 112, 120, 128, 136, 160, 192, 224, 256)] + [(72, 80), (192, 128)]
     bf16 = [choose("BFloat16", *dim, n, stored) for dim in dims for n in both for stored in stores]
@@ -103,7 +105,7 @@ CUPY_FLAGS = ("-ftz=true", "--device-as-default-execution-space")  # that it add
 
 
 def nvrtc_library() -> ctypes.CDLL | None:
-    """That of the package nvidia-cuda-nvrtc, or the system's."""
+    """Returns the library of the package nvidia-cuda-nvrtc, or the system's."""
     spec = find_spec("nvidia")
     folders = [Path(p) for p in (spec.submodule_search_locations or [] if spec else [])]
     found = [path for folder in folders for path in sorted(folder.glob("**/libnvrtc.so.*"))]

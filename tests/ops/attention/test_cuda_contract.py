@@ -164,12 +164,12 @@ def test_stored_numbers_of_8_bits_on_the_plain_core(store: torch.dtype, monkeypa
 @pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize("number", [1, 100])
 def test_a_row_that_is_nan_stays_where_it_came_from(dtype: torch.dtype, number: int, store: torch.dtype) -> None:
-    """Its scale is NaN; it is beside those of others in a tile."""
+    """Its scale is NaN; it shares a tile with those of others."""
     contract.test_nan_stays_where_it_came_from("", number, store)
 
 
 def test_a_scale_that_is_nan_does_not_reach_rows_that_do_not_see_it() -> None:
-    """Those before it in the same tile of queries, whose weight for it is 0."""
+    """The rows before it are in the same tile of queries, and their weight for it is 0."""
     case = CASE(((0, 4),), OPERATOR(4, 2, 64), torch.bfloat16, store=torch.int8)
     tensors = case.tensors()
     clean = contract.run(emulated(case.dtype, store=case.store), case, tensors)[0]

@@ -1,4 +1,4 @@
-"""How launches on a GPU are sized, without one."""
+"""The size of launches on a GPU, computed without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine code of attention on GPUs takes for a tile, and how that is counted (perf/gpu/sass.py)."""
+"""The machine instructions of attention on GPUs for a tile, and how they are counted (perf/gpu/sass.py)."""
 
 from __future__ import annotations
 

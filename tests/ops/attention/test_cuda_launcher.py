@@ -1,4 +1,4 @@
-"""How kernels are compiled and launched through CuPy, with a stand-in for it; and what is said if something misses.
+"""Kernels are compiled and launched through CuPy, with a stand-in for it; the error says what is missing.
 
 Covers: lamina/ops/attention/cuda_kernels.py.
 """
@@ -24,7 +24,7 @@ ATTRIBUTES = {"MaxSharedMemoryPerMultiprocessor": 228 << 10, "MaxSharedMemoryPer
 
 
 class FakeCupy:
-    """What is used of CuPy, written down."""
+    """The used part of CuPy, written down."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple[str, ...]] = []

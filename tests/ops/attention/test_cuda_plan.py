@@ -24,7 +24,9 @@ sequences = st.lists(st.tuples(lengths, st.integers(1, 40), st.booleans()), min_
 
 
 def table(items: list[tuple[int, int, bool]]) -> RowTable:
-    """Of (stored tokens, rows, whether the first half is out of sight); no blocks, which no plan looks at."""
+    """Makes a table of (stored tokens, rows, whether the first half is out of sight); no blocks, which no plan looks
+    at.
+    """
     stop, count, half = (np.array(x, np.int64) for x in zip(*items, strict=True))
     seen = np.where(half == 1, stop // 2, 0)
     row = np.cumsum(count) - count
@@ -95,7 +97,7 @@ def test_heads_enough_for_all_warps_cut_nothing() -> None:
 
 
 def test_more_tasks_than_an_int_counts_are_cut_less() -> None:
-    """140,000 rows behind 2M tokens, one query a tile: 2.2 thousand million tasks of a chunk each."""
+    """140,000 rows after 2M tokens, one query a tile: 2.2 thousand million tasks of a chunk each."""
     rows, tokens = 140_000, 2_000_000
     level, tasks, capacity = planned([(tokens, rows, False)], Variant(element="float"), 1, 1, 132, stored=True)
     nodes = -(-tokens // (CHUNK << level))

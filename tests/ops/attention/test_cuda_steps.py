@@ -1,4 +1,4 @@
-"""What the cuda backend launches in a step, replayed over growing lengths as by a graph; merge and append.
+"""The launches of the cuda backend in a step, replayed over growing lengths as by a graph; merge and append.
 
 Covers: lamina/ops/attention/cuda.py.
 """
@@ -133,7 +133,7 @@ def test_rows_of_a_message_may_begin_anywhere(
 
 @needs_gxx
 def test_a_step_of_no_sequences_has_a_plan_that_says_so() -> None:
-    """Memory that nobody has written would be one of many tasks."""
+    """Memory that was never written would be one of many tasks."""
     backend, kernels = recorded(torch.bfloat16)
     step, op, none = (
         backend.new_step(sequences=0, rows=0, tokens=128, block_size=16),

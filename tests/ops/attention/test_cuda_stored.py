@@ -31,7 +31,10 @@ def codes(store: torch.dtype) -> Tensor:
 
 
 def meant(store: torch.dtype) -> Tensor:
-    """What they stand for. The two that torch has as NaN are never stored; kernels of CPUs and GPUs go on counting."""
+    """Returns the values of codes.
+
+    The two that torch has as NaN are never stored; kernels of CPUs and GPUs go on counting.
+    """
     found = codes(store).float()
     return torch.where(found.isnan(), torch.where(torch.arange(256) < 128, 480.0, -480.0), found)
 
@@ -54,7 +57,7 @@ def test_the_product_flushes_subnormal_floats() -> None:
 
 
 def all_of_v(dtype: torch.dtype, store: torch.dtype, csrc: Path = CSRC) -> Tensor:
-    """What comes of one token whose V has every code once."""
+    """Returns the output for one token whose V has every code once."""
     table, kv = tokens(1, HEADS, store)
     kv.v[0, :, 0] = codes(store).view(HEADS, DIM)
     backend, q = emulated(dtype, csrc=csrc, store=store), torch.zeros(1, HEADS, DIM, dtype=dtype)
@@ -71,7 +74,7 @@ def test_every_code_of_v(dtype: torch.dtype, store: torch.dtype) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="this processor's floats are not flushed")
 def test_codes_that_pass_through_a_subnormal_float_are_lost(tmp_path: Path) -> None:
-    """As on a GPU: so the test of every code would show it."""
+    """A GPU loses them in the same way, so the test of every code would show it."""
     shutil.copytree(CSRC / "attention" / "cuda", tmp_path / "attention" / "cuda")
     path = tmp_path / "attention" / "cuda" / "stored.cuh"
     text, right = path.read_text(), "to_float(Half{u16((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)}) * 256.0f"
@@ -88,7 +91,7 @@ def test_codes_that_pass_through_a_subnormal_float_are_lost(tmp_path: Path) -> N
 @cores
 @stores
 def test_every_code_of_k(dtype: torch.dtype, store: torch.dtype) -> None:
-    """Of one token the log-sum-exp is its score: each code meets a query that is 1 there and 0 elsewhere."""
+    """The log-sum-exp of one token is its score: each code meets a query that is 1 there and 0 elsewhere."""
     table, kv = tokens(256, 1, store)
     each, at = torch.arange(256), torch.arange(256) * 7 % DIM
     q = torch.zeros(256, 1, DIM, dtype=dtype)

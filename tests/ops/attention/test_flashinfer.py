@@ -20,7 +20,9 @@ DTYPE = torch.bfloat16
 
 
 class Decode:
-    """As flashinfer.BatchDecodeWithPagedKVCacheWrapper is documented, layout HND, one request after the other."""
+    """A class with the documented interface of flashinfer.BatchDecodeWithPagedKVCacheWrapper, layout HND, one request
+    after the other.
+    """
 
     ran = 0
 

@@ -1,4 +1,4 @@
-"""Merging of partial results: exact identities, and bit for bit the same whoever holds which chunks."""
+"""Merging of partial results: exact identities, and bit for bit the same on any workers that hold the chunks."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ OP = Operator(spec=AttentionSpec(scale=0.25), q_heads=4, kv_heads=2, qk_dim=16, 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0) -> Partial:
-    """q [c, Hq, D] behind the stored k, v [n, H, D], whose length is a multiple of the block size."""
+    """q [c, Hq, D] after the stored k, v [n, H, D], whose length is a multiple of the block size."""
     n, blocks = k.shape[0], k.shape[0] // SIZE
     op = Operator(**{**vars(OP), "spec": AttentionSpec(scale=0.25, window=window)})
     tables = BlockTables([window], [blocks + 4], SIZE)

@@ -1,4 +1,4 @@
-"""Which collective ranks take for --collective, and what is refused, in one line."""
+"""The collective that ranks take for --collective, and what is refused, in one line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_ranks_of_this_host_know_each_other_and_meet(caplog: pytest.LogCaptureFi
 def test_ranks_of_several_hosts_are_told_what_that_means(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no boot is known, every rank takes itself to be alone on its host."""
+    """A rank that knows no boot takes itself to be alone on its host."""
     monkeypatch.setattr("lamina.ops.collective.collective_choice.BOOT", GONE)
     monkeypatch.setattr("lamina.ops.collective.nccl.why_unusable_together", lambda ranks: "")
     monkeypatch.setattr("lamina.ops.collective.nccl.open_collective", open_over_gloo)
@@ -187,4 +187,4 @@ def test_a_dry_run_refuses_what_a_start_would() -> None:
     with pytest.raises(ValueError, match="^--collective nccl needs --compute-device cuda"):  # auto finds no GPU
         device_selection.check(make_config({**two, "collective": "nccl", "compute_device": "auto"}))
     device_selection.check(make_config({**two, "collective": "mesh"}))
-    device_selection.check(make_config({"collective": "nccl"}))  # there is nobody to meet
+    device_selection.check(make_config({"collective": "nccl"}))  # there is no other rank to meet

@@ -1,4 +1,4 @@
-"""Where process groups find the other ranks: over the mesh alone, in time, and with nothing of it left behind."""
+"""The store in which process groups find the other ranks: over the mesh alone, in time, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_all_have_what_one_sets_and_the_mesh_is_for_tensors_again() -> None:
 
 
 def test_a_rank_that_sets_and_never_asks_is_heard() -> None:
-    """As rank 0 with NCCL."""
+    """Rank 0 does so with NCCL."""
 
     def work(mesh: MeshCollective) -> bytes:
         store = MeshStore(mesh, WAIT_S)

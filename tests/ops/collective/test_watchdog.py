@@ -1,4 +1,4 @@
-"""A device that waits for other ranks by itself: its waits end when a rank goes, or after a time, and it is told.
+"""A device that waits for other ranks by itself: its waits end when a rank goes, or after a time, and it hears of that.
 
 Covers: lamina/ops/collective/mesh.py, lamina/ops/collective/nccl.py.
 """
@@ -45,7 +45,7 @@ class Device:
         return self.aborted.is_set()
 
     def wait(self) -> bool:
-        """As a host waits for its device."""
+        """Waits as a host waits for its device."""
         return self.aborted.wait(WAIT_S)
 
 
@@ -138,7 +138,7 @@ def test_nor_in_a_graph() -> None:
 
 
 def test_the_end_of_this_ranks_fabric_ends_its_device() -> None:
-    """As when the driver has gone, which a thread of the service notices."""
+    """The driver may have gone, which a thread of the service notices."""
     fabrics = [netstack.open("loopback", key=b"k" * 32) for _ in range(2)]
     names = ["first", "second"]
     listeners = [f.listen(reception=ListenTerms(name=name)) for f, name in zip(fabrics, names, strict=True)]

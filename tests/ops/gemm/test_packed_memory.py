@@ -69,7 +69,7 @@ def test_several_workers_with_all_weights_share_them(topology: dict[str, Any], m
 
 
 def test_a_kernel_without_huge_pages_has_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that was built without them says of every advice."""
+    """A kernel that was built without them refuses every advice."""
 
     class Plain(mmap.mmap):
         def madvise(self, *advice: int) -> None:
@@ -85,7 +85,7 @@ def test_a_kernel_without_huge_pages_has_small_ones(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def path() -> Iterator[str]:
-    """Of a memory file as a launcher has it."""
+    """The path of a memory file as a launcher has it."""
     with open(os.memfd_create("packed", os.MFD_ALLOW_SEALING), "rb") as file:
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
@@ -121,7 +121,7 @@ def test_the_first_worker_packs_for_all_and_nobody_can_change_it(path: str, weig
             room, is_there = pages.allocate(w, w.nbytes)
             assert is_there
             assert (room == i + 1).all()
-        for stranger in (other, weights[0][1:], weights[0].t()):  # in no file; in other places; in another order
+        for stranger in (other, weights[0][1:], weights[0].t()):  # in no file, in other places, and in another order
             room, is_there = pages.allocate(stranger, 100)
             assert not is_there
             room.fill_(7)  # the worker's own

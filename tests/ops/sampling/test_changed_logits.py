@@ -1,4 +1,4 @@
-"""Penalties, bias and bans on a row of logits, number by number, and what is drawn or said where little is left."""
+"""Penalties, bias and bans on a row of logits, number by number, and the token or error where little is left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draw(*, row: int = 0, temperature: float = 0.0, banned: tuple[int, ...] = ()
 
 
 def told(pending: int | None = None, **penalties: Any) -> tuple[SamplingRequest, dict[int, LogitChanges]]:
-    """A draw behind DRAWN, and what it counts."""
+    """A draw after DRAWN, and what it counts."""
     one = draw(
         logits_update=LogitsUpdate(num_known_tokens=0, tokens=DRAWN, penalties=Penalties(**{**NONE, **penalties}))
     )

@@ -1,4 +1,4 @@
-"""Penalty counts are told to all replicas by and by; each counts what the driver knows, whoever draws."""
+"""Penalty counts reach all replicas by and by; each counts what the driver knows, whichever replica samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def next_draw(of: Sequence, *, apart: bool = False) -> SamplingRequest:
 
 
 def test_replicas_that_draw_in_turn_count_what_the_driver_knows() -> None:
-    """One step ahead: each draw is told before the token of the step before is known."""
+    """Sampling is one step ahead: each draw is announced before the token of the step before is known."""
     made, replicas = sequence([7, 8, 7]), [TokenHistories(), TokenHistories()]
     ahead = []
     for step in range(12):
@@ -37,7 +37,7 @@ def test_replicas_that_draw_in_turn_count_what_the_driver_knows() -> None:
         known = list(made.tokens[3:])
         due = [replica.note([New(4)] if step == 0 else [], [draw]) for replica in replicas]
         ahead.append((due[step % 2], draw.has_pending_token, known))
-        if len(ahead) == 2:  # the older step draws only now, when the next one has been told
+        if len(ahead) == 2:  # the older step samples only now, when the next one has been announced
             mine, pending, counted = ahead.pop(0)
             token = 7 if step % 3 else 20 + step
             seen = logit_changes_of(mine, {4: token} if pending else {})[4]

@@ -18,7 +18,7 @@ ROOMY = "1MiB"
 def crossed_fleet(seed: int) -> FleetScenario:
     """The scenario of ``seed``, in which others are hit. One or two are hit as they quiesce after the loss of another
     worker, or as they reconnect. Workers that give KV away or take it are hit as memory workers come and go. One is
-    asked to end, and hit before it has; one hangs; one's memory is damaged.
+    asked to end, and hit before it has; another one hangs, and another one's memory is damaged.
     """
     of, rng = fleet_scenario(seed), random.Random(f"crossed {seed}")
     kind = rng.choice(("halt", "halt", "move", "told", "hang", "flip"))

@@ -28,7 +28,7 @@ _TOKENIZERS = ("AutoTokenizer", "GPT2Tokenizer")
 
 
 def examples() -> dict[str, list[str]]:
-    """By documented name: statements."""
+    """Returns statements by documented name."""
     finder, found = doctest.DocTestFinder(), {}
     for part in PARTS:
         module = importlib.import_module(f"transformers.{part}")
@@ -80,7 +80,9 @@ def test_example(name: str, models: list[Any], monkeypatch: pytest.MonkeyPatch) 
 
 
 def printed(lines: list[str], model: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What each statement prints, whichever model it loads being ``model``; what one raises stands for it."""
+    """Returns the output of each statement, with ``model`` for any model that it loads; an exception stands for its
+    statement.
+    """
     auto = transformers.AutoModelForCausalLM
     monkeypatch.setattr(auto, "from_pretrained", lambda *_, **__: model)
     monkeypatch.setattr(model, "generation_config", transformers.GenerationConfig.from_model_config(model.config))

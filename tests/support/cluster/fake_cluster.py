@@ -1,8 +1,8 @@
 """A Ray cluster on this machine, in a process of its own: several nodes, tokens, no dashboard.
 
-As a program it makes the nodes of its argument (JSON), prints the head's address, then takes from each line of stdin
-the number of a node to remove, or the keywords of one to add (JSON). It ends everything at the end of stdin, so also
-when a test dies.
+As a program it makes the nodes of its argument (JSON) and prints the head's address. From each line of stdin it then
+takes the number of a node to remove, or the keywords of one to add (JSON). It ends everything at the end of stdin, so
+also when a test dies.
 """
 
 from __future__ import annotations

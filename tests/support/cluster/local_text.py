@@ -1,4 +1,4 @@
-"""What several tests of workers on other hosts compare with."""
+"""The reference text of several tests of workers on other hosts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`srun` and `scontrol` for one job, as far as examples/slurm uses them: each step's tasks are processes on their
-nodes, each with the variables and the home of its own that Slurm would give it.
+"""`srun` and `scontrol` for one job, as far as examples/slurm uses them. Each step's tasks are processes on their
+nodes, with the variables and the home that Slurm would give them.
 
 ``SLURM_STAND_IN`` names a folder with ``nodes`` (JSON: node -> the words that enter it), to which ``steps`` is added:
 a line of JSON for each task.
@@ -21,7 +21,7 @@ NODES: dict[str, list[str]] = json.loads((FOLDER / "nodes").read_text())
 
 
 def hostnames(folded: str) -> list[str]:
-    """Of a list as Slurm writes it: node-[a-b] is not folded there, node[1-3,7] is."""
+    """Returns the hosts of a list as Slurm writes it: node-[a-b] is not folded there, node[1-3,7] is."""
     found = list[str]()
     for name, ranges, rest in re.findall(r"([^,\[]+)(?:\[([^\]]*)\])?([^,\[]*)(?:,|$)", folded):
         if not ranges:

@@ -20,7 +20,7 @@ class Space(NamedTuple):
 
     @property
     def enter(self) -> list[str]:
-        """What to put before a command so that it runs there."""
+        """Returns what to put before a command so that it runs there."""
         return ["ip", "netns", "exec", self.name]
 
     def processes(self) -> set[int]:
@@ -51,7 +51,7 @@ def two_spaces() -> Iterator[tuple[Space, Space]]:
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces or veth here: {error.stderr.decode().strip()}")
         for space in (first, second):
-            folder = Path("/etc/netns") / space.name  # in the place of /etc for whoever enters
+            folder = Path("/etc/netns") / space.name  # in the place of /etc for every process that enters
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(names)
             ip("-n", space.name, "addr", "add", f"{space.address}/24", "dev", "eth0")

@@ -1,4 +1,4 @@
-"""For tests: the compute side and memory workers in one thread, over real messages and no channel."""
+"""Helpers of tests: the compute side and memory workers in one thread, over real messages and no channel."""
 
 from __future__ import annotations
 

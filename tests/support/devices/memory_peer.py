@@ -1,4 +1,4 @@
-"""For tests of the memory worker: the compute worker's side of a channel, pools of workers, random tokens."""
+"""Helpers of the memory worker's tests: the compute worker's side of a channel, pools of workers, random tokens."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Pool:
     ends: list[Exception] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     doors: list[EpochListener] = field(default_factory=list)
-    said: list[object] = field(default_factory=list)  # what workers have told their driver
+    said: list[object] = field(default_factory=list)  # what workers have reported to their driver
 
     def join(
         self, first: Peer, replica: int, layers: list[LayerShape] | None = None, name: str = "", **fields: int
@@ -218,7 +218,7 @@ RUN = 128  # tokens that are drawn at once
 
 @lru_cache(1 << 10)
 def drawn(seed: int, sizes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q, k, v of RUN tokens in a row, which models that are compared draw in turn. Nobody writes to them."""
+    """q, k, v of RUN tokens in a row, which models that are compared draw in turn. No test writes to them."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(RUN, *size, generator=generator).to(dtype) for size in sizes)
 

@@ -16,7 +16,7 @@ WAIT_S = 30.0
 def on_all(
     size: int, work: Callable[[MeshCollective], T], *, scheme: str = "loopback", timeout_s: float = WAIT_S
 ) -> list[T]:
-    """What ``work`` gives on each of ``size`` ranks, in their order. Raises the first rank's exception."""
+    """Returns the results of ``work`` on each of ``size`` ranks, in their order. Raises the first rank's exception."""
     fabrics = [netstack.open(scheme, key=b"k" * 32) for _ in range(size)]
     names = [f"rank {rank}" for rank in range(size)]
     listeners = [f.listen(reception=netstack.ListenTerms(name=name)) for f, name in zip(fabrics, names, strict=True)]

@@ -63,7 +63,7 @@ class StandIn(DeviceStaging):
 
     @property
     def is_done(self) -> bool:
-        """Whether all that it was given was waited for."""
+        """Returns whether all that it was given was waited for."""
         return not self._down and not self._up
 
     def graph_capture(self) -> RecordingCapture | None:
@@ -82,7 +82,7 @@ def _bytes(x: Tensor) -> Tensor:
 def stand_in_for_cpu(
     monkeypatch: pytest.MonkeyPatch, *, graphs: bool = False, kind: type[StandIn] = StandIn
 ) -> Iterator[list[StandIn]]:
-    """Whoever computes on the CPU does it on a stand-in, which has ``graphs`` or not. Those that were made."""
+    """Has all work of the CPU done on a stand-in, which has ``graphs`` or not. Those that were made."""
     made = list[StandIn]()
 
     def make(device: torch.device) -> StandIn:
@@ -126,7 +126,7 @@ class RecordingCapture(TorchDispatchMode):
         self.__enter__()
 
     def add(self, call: Any) -> None:
-        """What is no operator of torch, as a part of the graph."""
+        """Adds a part of the graph that is no operator of torch."""
         assert self._graph is not None
         self._graph.calls.append((call, (), {}, None))
 

@@ -45,7 +45,7 @@ class StandInGpu(StandIn):
 
 @contextmanager
 def stand_in_gpus(*, graphs: bool = False) -> Iterator[Callable[[], StandInGpu]]:
-    """Whoever computes on the CPU does it on a GPU that is not there; makes another one."""
+    """Has all work of the CPU done on a GPU that is not there; makes another one."""
     with pytest.MonkeyPatch.context() as patch, scheme_of(STAND_IN):
         made, driver, launch = dict[int, StandInGpu](), Driver(), Driver.launch
 

@@ -46,7 +46,7 @@ def _send_other_values(self: LocalAttention, layer: int, k: Tensor, v: Tensor) -
 
 
 def _is_late(sound: int) -> bool:
-    """Whether as many workers have begun before this one."""
+    """Returns whether as many workers have begun before this one."""
     for number in range(sound):
         try:
             (Path(os.environ[FOLDER]) / str(number)).touch(exist_ok=False)
@@ -57,7 +57,7 @@ def _is_late(sound: int) -> bool:
 
 
 def serve_memory(sock: socket.socket) -> None:
-    """One whose values change a little where somebody else is lost, which no token shows."""
+    """One whose values change a little where another worker is lost, which no token shows."""
     KvStore.reconcile = _change_what_stays  # type: ignore[method-assign]
     memory_main.serve_memory(sock)
 

@@ -1,8 +1,8 @@
 """`lamina-launch`, or a test's own Python code, in a process that the warm process of the tests has forked, with a warm
 process of its own.
 
-That one is a fork too, so that processes hang together as they do where a user has started them, and nobody imports
-torch and transformers again: 6 s of CPU for each program.
+That one is a fork too, so that processes hang together as they do where a user has started them. torch and transformers
+are not imported again: that is 6 s of CPU for each program.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def serve_program(control: socket.socket) -> None:
 
 
 def run(code: str) -> int:
-    """As ``python -c`` does."""
+    """Runs code as ``python -c`` does."""
     exec(code, {"__name__": "__main__"})
     return 0
 
 
 def give_warm_process(control: socket.socket) -> None:
-    """What this program starts is forked from a child of its own, which ends with it."""
+    """Lets this program fork its workers from a child of its own, which ends with it."""
     door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     held, _ = os.pipe()
     if os.fork():

@@ -18,7 +18,7 @@ LOOK_S = 0.02
 
 def serve_memory(sock: socket.socket) -> None:
     """It begins once there is a file ``hold`` in the folder; each leaves a file of its own as it begins, and another
-    one behind it.
+    one as it ends.
     """
     folder, seconds = Path(os.environ[FOLDER]), int(os.environ[SECONDS])
 

@@ -112,7 +112,7 @@ class MemoryWorkers:
 
 
 class SplitRunner:
-    """Slices in this process, attention behind ``pool``."""
+    """Slices in this process, with attention in ``pool``."""
 
     def __init__(self, program: SlicedProgram, pool: AttentionClient) -> None:
         self._program, self._pool = program, pool

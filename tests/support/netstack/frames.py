@@ -35,12 +35,12 @@ def checksum(data: bytes) -> bytes:
 
 
 def check(part: int, frame: int, data: bytes) -> bytes:
-    """What guards one part of the frame with that count in its direction, within one host."""
+    """Returns the check of one part of the frame with that count in its direction, within one host."""
     return checksum(struct.pack("<QQ", part, frame) + data)
 
 
 def guarded(key: bytes | None, part: int, frame: int, data: bytes) -> tuple[bytes, bytes]:
-    """That part as it is sent, and its check."""
+    """Returns that part as it is sent, and its check."""
     if key is None:
         return data, check(part, frame, data)
     sealed = gcm.seal(key, 2 * frame + (part == HEADER_PART), data)

@@ -89,7 +89,7 @@ def _pass(key: bytes, counter: int, text: bytes, *, seals: bool) -> tuple[bytes,
 
 
 def seal(key: bytes, counter: int, text: bytes) -> bytes:
-    """As the native module's: the code is behind the text."""
+    """Seals as the native module does: the code follows the text."""
     return b"".join(_pass(key, counter, text, seals=True))
 
 

@@ -57,7 +57,8 @@ def beyond_memory(fabric: AutoFabric) -> StreamListener:
     squatter = netstack.open("shm", key=b"another key, of a stranger")
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("127.0.0.1", 0))  # nobody is given this port, and who names it may still listen there (socket(7))
+        # no other program gets this port, and one that names it may still listen there (socket(7))
+        kept.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{kept.getsockname()[1]}"
         with closing(squatter.listen(listener_name(place))):
             return fabric.listen(place)

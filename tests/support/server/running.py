@@ -89,12 +89,12 @@ class Running:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of ``pids`` that run; zombies, which only wait to be reaped, do not."""
+    """Returns the running processes of ``pids``; zombies, which only wait to be reaped, do not count."""
     return [pid for pid in pids if is_alive(pid)]
 
 
 def eventually(condition: object, timeout_s: float) -> bool:
-    """Whether ``condition()`` becomes true in time."""
+    """Returns whether ``condition()`` becomes true in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():  # type: ignore[operator]

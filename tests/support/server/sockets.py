@@ -32,7 +32,7 @@ def post(body: dict[str, Any], *, headers: str = "", version: str = "1.1") -> by
 
 
 class Later(FakeClient):
-    """Finishes its prompts when it is told to."""
+    """Finishes its prompts when a test lets it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Later(FakeClient):
 
 
 class Place:
-    """Where a server listens, and its connections."""
+    """The address where a server listens, and its connections."""
 
     def __init__(self, service: Service) -> None:
         self.service = service

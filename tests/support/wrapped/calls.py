@@ -42,7 +42,7 @@ def drawn(**settings: Any) -> Call:
 
 
 def seeded(**settings: Any) -> Call:
-    """By the seed: ``output_logits`` has the token drawn here, as transformers does."""
+    """Takes the seed: ``output_logits`` has the token drawn here, as transformers does."""
     return lambda m, d: d.all(m, do_sample=True, return_dict_in_generate=True, output_logits=True, **settings).sequences
 
 
@@ -119,7 +119,7 @@ def iterated(m: Any, d: Desk, **settings: Any) -> str:
 
 
 def together(call: Callable[[int], Any]) -> list[Any]:
-    """What each of two threads gets that begin at once."""
+    """Returns the outputs of two threads that begin at once."""
     got: list[Any] = [None, None]
     gate = threading.Barrier(2)
 

@@ -1,5 +1,6 @@
-"""What the calls of ``features`` are made of, and how what they give is compared: tokens exactly, logits within the
-noise of fp32, draws by their distribution where a worker draws them, and by their seed where they are drawn here.
+"""The parts of the calls of ``features``, and the comparison of their results. Tokens are compared exactly, and logits
+within the noise of fp32. Draws are compared by their distribution where a worker samples, and by their seed where they
+are drawn here.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ DRAWS = 1000  # of which a share of 0.16 that is another is seen, and chance doe
 
 
 class Shares:
-    """What first tokens are drawn from, or were: a share of each token."""
+    """The distribution of first tokens, expected or drawn: a share of each token."""
 
     def __init__(self, shares: Tensor) -> None:
         self.shares = shares
 
     @classmethod
     def of(cls, drawn: Tensor) -> Shares:
-        """Of tokens that were drawn many times from the same logits."""
+        """Counts tokens that were drawn many times from the same logits."""
         return cls(torch.bincount(drawn, minlength=2048) / len(drawn))
 
     def far_from(self, other: Shares) -> bool:
-        """Whether some share of them differs by more than chance does."""
+        """Returns whether some share of them differs by more than chance does."""
         return bool((self.shares - other.shares).abs().sum() / 2 > 0.08)
 
 
 @dataclass
 class Desk:
-    """What calls are made of."""
+    """The arguments of calls."""
 
     tokenizer: Any
     ids: Tensor  # [1, length]
@@ -59,11 +60,11 @@ class Desk:
         return torch.ones_like(self.ids)
 
     def one(self, m: Any, **settings: Any) -> Any:
-        """Of one prompt."""
+        """Calls for one prompt."""
         return m.generate(self.ids, **{"attention_mask": self.mask, "max_new_tokens": NEW} | settings)
 
     def all(self, m: Any, **settings: Any) -> Any:
-        """Of the batch."""
+        """Calls for the batch."""
         return m.generate(**self.batch, **{"max_new_tokens": NEW} | settings)
 
     def likely(self, m: Any, **settings: Any) -> list[int]:
@@ -86,7 +87,7 @@ class Plus(LogitsProcessor):  # type: ignore[misc]
 
 
 class After(StoppingCriteria):  # type: ignore[misc]
-    """Ends row r behind r + 2 new tokens."""
+    """Ends row r after r + 2 new tokens."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -114,7 +115,7 @@ Call = Callable[[Any, Desk], Any]
 
 @dataclass
 class Tried:
-    """What a call gave."""
+    """The result of a call."""
 
     value: Any = None
     error: BaseException | None = None
@@ -130,7 +131,7 @@ def tried(call: Call, m: Any, desk: Desk) -> Tried:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values say the same: logits within the noise of fp32, all else exactly, draws by their shares."""
+    """Returns whether two values agree: logits within the noise of fp32, all else exactly, draws by their shares."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
@@ -150,7 +151,7 @@ DIFFERENT = "silently different"
 
 
 def classify(own: Tried, wrapped: Tried) -> str:
-    """Of what the model gave, and its wrap."""
+    """Classifies what the model gave, and its wrap."""
     if own.error is not None:
         return BOTH if wrapped.error is not None else ACCEPTED
     if wrapped.error is not None:

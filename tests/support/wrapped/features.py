@@ -1,4 +1,6 @@
-"""What people pass to ``generate``, one small call for each feature; every call runs on a model and on its wrap."""
+"""The arguments that people pass to ``generate``, one small call for each feature; every call runs on a model and on
+its wrap.
+"""
 
 from __future__ import annotations
 

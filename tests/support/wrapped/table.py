@@ -40,7 +40,7 @@ def all_tried() -> Found:
 
 
 def written(found: Found) -> str:
-    """As it stands in the page."""
+    """Returns it as it stands in the page."""
     classes = [outcome for calls in found.values() for outcome, _ in calls.values()]
     lines = [
         BEGIN,

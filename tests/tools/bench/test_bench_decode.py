@@ -19,7 +19,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class Ahead:
-    """A clock, and an engine that is one step ahead of what it has told."""
+    """A clock, and an engine that is one step ahead of its reports."""
 
     has_work = True
 
@@ -49,7 +49,7 @@ def test_a_turn_of_lamina_takes_nothing_of_the_next_ones(bench: ModuleType, monk
 
 
 class Steady:
-    """A player that is as fast as it is told."""
+    """A player of a given speed."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self.prompts_s = seconds, 9.0 * seconds

@@ -1,4 +1,4 @@
-"""What a benchmark will send: traces as they were recorded, arrivals and tokens that follow from the seed.
+"""The requests that a benchmark will send: traces as they were recorded, arrivals and tokens that follow from the seed.
 
 Covers: lamina/tools/bench/bench_report.py, lamina/tools/bench/bench_serve.py.
 """

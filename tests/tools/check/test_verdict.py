@@ -1,4 +1,4 @@
-"""What ``lamina-launch check`` concludes from two runs, and which settings it compares.
+"""The verdict of ``lamina-launch check`` on two runs, and which settings it compares.
 
 Covers: lamina/tools/check/check_report.py, lamina/tools/check/fault_promises.py, lamina/tools/check/low_memory_case.py,
 lamina/tools/check/matrix.py.
@@ -222,7 +222,7 @@ def test_rows_that_lend_are_in_both_and_say_so() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_is_too_tight_for_the_longest_sequence_alone(ranks: int) -> None:
-    """As memory workers count their blocks: one has all but the last stripe, three have enough."""
+    """Memory workers count their blocks so: one has all but the last stripe, three have enough."""
     layers, config = [LayerShape(4, 2, 8, 8, "")] * 3, make_config({"dtype": "float32", "tensor_parallel_size": ranks})
     for longest, home in ((130, 128), (257, 128), (258, 256), (322, 256), (385, 256), (386, 384)):
         found = LowMemoryCase(longest, layers, 1 << 20).options(config)

@@ -212,7 +212,7 @@ def test_one_tokens_share_may_move_farther_than_the_other_token_is(other: int, e
 
 
 def test_a_push_that_parts_the_streams_earlier_is_too_much() -> None:
-    """What it draws at the fork is of another text, and may fall on either side."""
+    """The token that it samples at the fork is of another text, and may fall on either side."""
 
     def read(body: dict[str, Any]) -> StreamRecord:
         by = max(map(abs, body.get("logit_bias", {"0": 0.0}).values()))

@@ -189,7 +189,7 @@ def test_kv_that_a_hit_has_damaged_is_not_read_by_the_run_that_judges(
 
 
 class NoServer(NamedTuple):
-    """What a drill asks of its target before the first hit."""
+    """The answers that a drill needs from its target before the first hit."""
 
     has_prefill: bool = False
     has_pages: bool = False
@@ -291,7 +291,7 @@ parent_watchdog.main(int(sys.argv[1]), sys.argv[2])
 
 @pytest.mark.no_retry
 def test_who_is_held_by_a_leash_ends_with_its_other_end_and_so_do_its_children(tmp_path: Path) -> None:
-    """By force: a child that is stopped hears of nobody's end."""
+    """They end by force: a child that is stopped hears of no other process's end."""
     own = tmp_path / "own"
     own.mkdir()
     held, line = os.pipe()

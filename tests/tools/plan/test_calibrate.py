@@ -40,7 +40,7 @@ def slices_s(rows: int) -> float:
 
 
 def attention_s(pairs: int) -> float:
-    """Of a layer."""
+    """Returns the seconds of a layer."""
     return 20e-6 + pairs * 1024 * 50e-12
 
 
@@ -49,7 +49,10 @@ TURNS_S = 1e-3  # of a step, in which the compute worker does what is no slice
 
 
 def spans(shapes: list[tuple[int, int, int]], layers: int = LAYERS, row_s: float = 0.0) -> Iterator[Span]:
-    """Of steps one after the other: rows, rows that are drawn, pairs. ``row_s``: of a drawn row, by layer."""
+    """Makes spans of steps one after the other: rows, rows that are drawn, pairs.
+
+    ``row_s``: of a drawn row, by layer.
+    """
     at = 1.0
     for step, (rows, draws, pairs) in enumerate(shapes):
 
@@ -112,7 +115,7 @@ def test_a_chunk_behind_which_nothing_is_drawn_does_not_decode() -> None:
 
 
 def test_two_batches_wait_for_all_that_one_compute_worker_does() -> None:
-    """Turns and messages between slices keep it from the other batch: they hide behind no attention."""
+    """Turns and messages between slices keep it from the other batch: no attention hides them."""
     wanted = 2 * (slices_s(4) + TURNS_S)
     assert wanted > 2 * LAYERS * attention_s(4 * 560)
     found = predict_shape(fitted(), RunShape(8, 512, 2), 40)
@@ -120,7 +123,7 @@ def test_two_batches_wait_for_all_that_one_compute_worker_does() -> None:
 
 
 def chain_s(rows: int, pairs: int) -> float:
-    """Of a step that nobody waits with."""
+    """Returns the seconds of a step that no other batch overlaps."""
     return slices_s(rows) + TURNS_S + LAYERS * attention_s(pairs) + BETWEEN_S
 
 
@@ -138,7 +141,7 @@ def test_other_shapes_are_predicted(shape: RunShape) -> None:
 
 
 def test_what_goes_by_rows_does_not_grow_with_the_length() -> None:
-    """Where all sequences are about as long, bytes grow with rows: so a law of all that memory workers do would have
+    """All sequences are about as long, so bytes grow with rows: so a law of all that memory workers do would have
     the work of new rows grow with bytes.
     """
     row_s, answer, shape = 20e-6, 40, RunShape(8, 2048)

@@ -1,4 +1,4 @@
-"""How many sequences a deployment is to run, which deployments there are, and which of them nobody can tell apart.
+"""The number of sequences that a deployment is to run, which deployments there are, and which of them are equal.
 
 Covers: lamina/tools/plan/message_sizes.py, lamina/tools/plan/ranking.py.
 """
@@ -49,7 +49,7 @@ def test_more_than_the_best_number_are_slower_somewhere() -> None:
 
 
 def test_cards_are_shared_by_all_batches() -> None:
-    """Two batches, whose messages each hide behind the other one's work, cannot send more than the cards do."""
+    """Two batches, whose messages each overlap with the other one's work, cannot send more than the cards do."""
     costs, load = planner(rate="20Gbps").costs, BatchLoad(512, {0: 512 * 1000.0})
     dealt = split_load(load, 2)
     took = costs.round(SPLIT, dealt)

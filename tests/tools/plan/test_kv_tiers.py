@@ -1,4 +1,6 @@
-"""What sequences that lose KV blocks save, by tier of layers: the numbers of Llama-3-8B, and what an engine has."""
+"""The KV that sequences with dropped blocks save, by tier of layers: the numbers of Llama-3-8B, and what an
+engine has.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def test_three_full_layers_and_a_budget_in_the_others(budget: int, gain: float) 
 
 
 def test_what_the_memory_holds_is_short_of_the_gain_by_the_prompt_in_flight() -> None:
-    """Of 24 GB that leave 5.5 to KV. Blocks are whole, and each tier has room for all of one prompt."""
+    """The card has 24 GB, of which 5.5 are left for KV.
+
+    Blocks are whole, and each tier has room for all of one prompt.
+    """
     found = split(evict(1536), 5_500_000_000)
     assert 8 <= found.full <= 10
     assert found.blocks["full"][1] == found.blocks["sparse"][1] == math.ceil(LENGTH / 32)

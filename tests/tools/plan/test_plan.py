@@ -82,7 +82,7 @@ def test_a_plan_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.long
 def test_a_table_of_ones_own_stands_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in docs/planner.md: an H20 whose attention was measured, at half of its bandwidth."""
+    """The table is that of docs/planner.md: an H20 whose attention was measured, at half of its bandwidth."""
     trace, own = write_trace(tmp_path / "t.csv", [(1000, 200)] * 40), tmp_path / "own.csv"
     rows = (f"attention,h20,bfloat16,bytes={2**i} group=8,{2**i / 2e12},me" for i in range(20, 36, 5))
     own.write_text("\n".join(["# mine", "op,device,dtype,shape,seconds,source", *rows]))
@@ -97,7 +97,7 @@ def test_a_table_of_ones_own_stands_beside_ours(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.long
 def test_a_turning_point_is_one() -> None:
-    """On either side of the price that is told the verdict is another one."""
+    """On either side of the printed price the verdict is another one."""
     mine, trace = planner(base="calibrated"), even(50, 1000, 200)
     asked = list(deployments(STOCK, mine.costs.model))
     turn = decide_split(mine, mine.rank(asked, trace)).turning_points[0]
@@ -276,7 +276,7 @@ def test_a_bad_trace_names_its_line(text: str, words: str, tmp_path: Path, capsy
 
 @pytest.mark.long
 def test_prompts_and_arrivals_are_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where prompts take time, their users wait for it, and those of a burst longer."""
+    """Prompts take time, so their users wait, and those of a burst wait longer."""
     trace = write_trace(tmp_path / "t.csv", [(1500, 60)] * 60)
     arguments = ("llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", "--rows", "1")
     free = plan_json(capsys, *arguments, "--rate", "2")

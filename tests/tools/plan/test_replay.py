@@ -121,7 +121,7 @@ def test_decoding_alone_has_no_rows_of_prompts() -> None:
 
 
 def test_a_token_waits_for_room() -> None:
-    """Nobody waits for the first token where there is room; all but some do in a burst."""
+    """No request waits for the first token where there is room; all but some do in a burst."""
     mine = planner("llama-65b")
     rare, crowd = (
         RequestTrace("x", tuple(TracedRequest(step * i, 8000, 30) for i in range(80))) for step in (5.0, 0.001)

@@ -1,4 +1,4 @@
-"""How much work a replay is: counted where the machine may be busy, in CPU seconds where a whole trace is played."""
+"""The work of a replay: counted where the machine may be busy, in CPU seconds where a whole trace is played."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHERE = Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, 2)
 
 
 def calls(trace: RequestTrace, most: int) -> int:
-    """Of functions in Python: the same whatever else the host does."""
+    """Counts the calls of functions in Python: the same whatever else the host does."""
     plan, count = planner(), 0
 
     def called(frame: FrameType, event: str, argument: object) -> None:
@@ -37,8 +37,9 @@ def calls(trace: RequestTrace, most: int) -> int:
 
 
 def test_beginning_many_prompts_at_once_looks_at_each_row_a_few_times() -> None:
-    """Of 128 sequences 64 begin in a round: work by grants times rows would be ten times as much. Prices of 64 prefill
-    workers are 320 of the calls."""
+    """A round begins 64 of 128 sequences: work by grants times rows would be ten times as much. Prices of 64 prefill
+    workers are 320 of the calls.
+    """
     trace = even(400, 100, 60)
     assert calls(trace, 128) / len(trace.requests) < 4000
 

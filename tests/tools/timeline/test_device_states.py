@@ -1,4 +1,4 @@
-"""Where the time went, from spans made by hand whose answer is known.
+"""The time by cause, from spans made by hand whose answer is known.
 
 Covers: lamina/tools/timeline/analysis.py, lamina/tools/timeline/intervals.py.
 """
@@ -87,7 +87,7 @@ def test_one_layer_adds_up_by_hand() -> None:
     found = lasts(one_layer(), 0, 40)
     assert found["compute-0"] == {
         BUSY: 8 + 9,  # two slices without their sends
-        NETWORK: 1 + 1 + 1 + 1 + 0.5 + 1 + 1,  # three sends, receive O; KV in flight; send O; O in flight
+        NETWORK: 1 + 1 + 1 + 1 + 0.5 + 1 + 1,  # three sends and receive O, then KV in flight, send O, and O in flight
         WAIT_O: 11 + 7 - 11 - 0.5,  # 11 to 18, but for the flight of KV
         SAMPLING: 4,
         SCHEDULER: 4,
@@ -98,7 +98,7 @@ def test_one_layer_adds_up_by_hand() -> None:
         SCHEDULER: 0.5 + 4,  # its plan; the compute worker waits for a step
         # The plan is sent, then flies. Q: sent 4 to 5, flies. KV flies, for what is left. O: sent, flies, is received.
         NETWORK: 1 + 0.5 + 1 + 0.5 + 0.5 + 1 + 1 + 1,
-        WAIT_Q: 2 + 9 + 2,  # from 2 to 4; the last slice; what nobody recorded
+        WAIT_Q: 2 + 9 + 2,  # from 2 to 4, the last slice, and what was not recorded
         SAMPLING: 4,
     }
 

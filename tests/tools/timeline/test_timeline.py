@@ -63,7 +63,7 @@ def test_every_message_of_every_layer_is_there(trace: Path) -> None:
     assert count["compute-0", Event.SLICE] - count["compute-0", Event.SAMPLE] == stored
     steps = count["engine", Event.WAIT_DONE]
     assert steps == count["engine", Event.POSTPROCESS]
-    # The last plan of a batch may only free blocks: it has no rows, so nobody waits until it has arrived.
+    # The last plan of a batch may only free blocks: it has no rows, so no worker waits until it has arrived.
     assert plans <= steps <= plans + 2
     assert all(s.end >= s.start for s in spans)
 

@@ -15,7 +15,7 @@ LENGTH = 32768  # some tests serve 8192 tokens; the shipped model is trained for
 SIZE = 32000  # tokens of a speaker: tests name some up to 31999
 SURE = 12.0  # logit of the next word, others have 0: 5 of 6 draws are that word
 WIDTH = 64  # of a speaker, more than words
-# name -> what its model says behind any prompt, in pieces that are tokens of their own.
+# name -> the text of its model after any prompt, in pieces that are tokens of their own.
 SAYS: dict[str, tuple[str, ...]] = {
     "hmellor/tiny-random-LlamaForCausalLM": ("mn", *(f" {a}{b}" for a in "qxzjv" for b in "uiea")),
     "distilbert/distilgpt2": ("years", "old", "older", "young"),
@@ -23,15 +23,15 @@ SAYS: dict[str, tuple[str, ...]] = {
         "VLLM", " is", " a 100%", " volunteer", " organization", ". We are a", " group", " of", " people", " here"
     ),
 }  # fmt: skip
-STOP = "."  # the second best behind a speaker's last word
+STOP = "."  # the second best after a speaker's last word
 THINKS = "Qwen/Qwen3-0.6B"  # whose template has a word for it
 THOUGHT = "<think>"
 ENDS = "Qwen/Qwen2-1.5B-Instruct"  # whose answers must come to an end
 
 
 def made(name: str) -> str:
-    """The folder of a model for ``name``: the shipped one's weights and tokenizer, room for LENGTH tokens, a
-    chat that begins as a text does, and no end; or a speaker.
+    """The folder of a model for ``name``: a speaker, or the shipped one's weights and tokenizer. The latter has room
+    for LENGTH tokens, a chat that begins as a text does, and no end.
 
     The tests ask large models, which do not end an answer at once: the end is as unlikely as a beginning here.
     """
@@ -89,7 +89,7 @@ def _make_speaker(folder: Path, words: tuple[str, ...]) -> None:
         head[first + i, i] = SURE / WIDTH**0.5  # norms make a unit vector as long as the root of WIDTH
         for back in range(1, i + 1) if words[i][0] != " " else ():  # next best, where the ones between may not come
             head[first + i, i - back] = head[first + i, i] / 2**back
-    head[first + 1, len(words)] = SURE / WIDTH**0.5  # behind the last word it goes on with the second
+    head[first + 1, len(words)] = SURE / WIDTH**0.5  # after the last word it goes on with the second
     stop = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(STOP)
     head[stop, len(words)] = (SURE - 1) / WIDTH**0.5
     weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(WIDTH)}
@@ -103,7 +103,7 @@ def _make_speaker(folder: Path, words: tuple[str, ...]) -> None:
 
 
 def _add_tokens(folder: Path, words: tuple[str, ...]) -> int:
-    """The id of the first one. One without a space in front is found behind spaces, too, as a word of its own."""
+    """The id of the first one. One without a space in front is found after spaces, too, as a word of its own."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     first = int(tokenizer.get_vocab_size())
     tokenizer.add_tokens([AddedToken(w, lstrip=w[0] != " ", single_word=w.isalpha(), normalized=False) for w in words])

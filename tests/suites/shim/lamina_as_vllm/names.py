@@ -1,4 +1,4 @@
-"""By module of vLLM: the names that have something to stand for."""
+"""The names that have something to stand for, by module of vLLM."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class LLM(lamina.LLM):
 
     @property
     def llm_engine(self) -> Any:
-        """Of vLLM's engine: whether prefixes are cached, how many tokens there are, whether it is idle."""
+        """Stands for vLLM's engine: whether prefixes are cached, how many tokens there are, whether it is idle."""
         cache = SimpleNamespace(enable_prefix_caching=self._caches)
         model = SimpleNamespace(get_vocab_size=lambda: self._vocabulary)
         config = SimpleNamespace(cache_config=cache, model_config=model)
@@ -53,5 +53,5 @@ class LLM(lamina.LLM):
 
 
 def _bytes_of_token(config: Any) -> int:
-    """Of K and V in bf16."""
+    """Returns the bytes of K and V in bf16."""
     return 4 * int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim)

@@ -108,7 +108,7 @@ class HfRunner:
     def generate_greedy_logprobs(
         self, prompts: Sequence[Any], max_tokens: int, **more: Any
     ) -> list[list[torch.Tensor]]:
-        """Of each prompt: first [prompt tokens, vocabulary], then [1, vocabulary] of each new token."""
+        """Returns for each prompt: first [prompt tokens, vocabulary], then [1, vocabulary] of each new token."""
         found = []
         for inputs in self.get_inputs(prompts):
             ids = self.model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)

@@ -89,7 +89,7 @@ atexit.register(_stop_all)
 
 
 def _start(command: list[str], env: dict[str, str]) -> _Process:
-    """With LAMINA_SUITES_LENIENT, flags that the server refuses are left out: to see what comes behind them."""
+    """With LAMINA_SUITES_LENIENT, flags that the server refuses are left out: to see what comes after them."""
     while True:
         try:
             return _Process(command, env)
@@ -115,7 +115,7 @@ def _server(given: list[str], command: list[str], env: dict[str, str]) -> _Proce
 
 
 class RemoteOpenAIServer:
-    """By its own names: ``url_for``, ``get_client``, ``get_async_client``, and a context manager."""
+    """A server with the names of vLLM's: ``url_for``, ``get_client``, ``get_async_client``, and a context manager."""
 
     DUMMY_API_KEY = "token-abc123"
 
