@@ -230,7 +230,9 @@ def _change(file: str, name: str, diff: str) -> str:
 
 
 def _lengths_agree(change: str) -> bool:
-    """Whether the change is of strict= of a zip alone: without it nothing is asked, and our parts are of one length."""
+    """Returns whether the change is of strict= of a zip alone: without it nothing is checked, and our parts are of one
+    length.
+    """
     old, _, new = change.partition(": ")[2].partition(" -> ")
     return re.sub(r", strict=(True|False)(?=\))", "", old) == re.sub(r",( strict=(None|False))? ?(?=\))", "", new)
 

@@ -1,4 +1,4 @@
-"""What is compiled for tests is kept, and made anew where anything that it was made of is another."""
+"""A program that is compiled for tests is kept, and made anew where anything that it was made of is another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of a program in two folders, which includes one header by way of another."""
+    """Returns the command of a program in two folders, which includes one header by way of another."""
     monkeypatch.setattr(compiled, "KEPT", tmp_path / "kept")
     headers = tmp_path / "headers"
     (headers / "room").mkdir(parents=True)
@@ -35,7 +35,7 @@ def test_it_is_made_once(command: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "anew"), [("first", True), ("second", True), ("third", True), ("other", False)])
 def test_what_it_includes_makes_it_another(command: list[str], tmp_path: Path, name: str, anew: bool) -> None:
-    """In any branch, in any depth; a file that lies beside it does not."""
+    """The file may be in any branch, in any depth; a file in its folder that is not included does not count."""
     first = made_by(command, "-o", "{}/main.o")
     with (tmp_path / "headers" / "room" / f"{name}.h").open("a") as header:
         header.write("// more\n")
@@ -43,7 +43,7 @@ def test_what_it_includes_makes_it_another(command: list[str], tmp_path: Path, n
 
 
 def test_a_file_of_its_own_goes_before(command: list[str]) -> None:
-    """As a header with a mistake does."""
+    """A header with a mistake shows it."""
     compiler, *others = command
     right = made_by([compiler], "-I{}", *others, "-o", "{}/main.o")
     wrong = made_by(

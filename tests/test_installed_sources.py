@@ -1,4 +1,4 @@
-"""What is compiled when it is first used must come with an installation."""
+"""The sources that are compiled when they are first used must come with an installation."""
 
 from __future__ import annotations
 

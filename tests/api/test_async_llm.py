@@ -95,7 +95,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(
             await last(llm, [7], 3)
         return await last(llm, [1, 2], 3)
 
-    found = asyncio.run(asyncio.wait_for(both(), 30))  # a thread that died would answer nobody
+    found = asyncio.run(asyncio.wait_for(both(), 30))  # a thread that died would answer no caller
     assert found.outputs[0].token_ids == continuation([1, 2], 3)
 
 

@@ -1,4 +1,5 @@
-"""What a front makes of texts in a request: bad words as tokens, the texts of tokens, and how many may be told.
+"""The tokens that a front end makes of texts in a request: bad words as tokens, the texts of tokens, and how many may
+be reported.
 
 Covers: lamina/engine/intake.py.
 """

@@ -1,4 +1,4 @@
-"""What scripts for vLLM read and set, by its names."""
+"""The names that scripts for vLLM read and set."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def bridged(root: Path, config: bytes) -> Machine:
 
 
 def space(*capabilities: tuple[int, bytes]) -> bytes:
-    """Of configuration, with extended capabilities one behind the other, in 64 bytes each."""
+    """Makes a space of configuration, with extended capabilities in 64 bytes each."""
     parts = list[bytes]()
     for n, (number, rest) in enumerate(capabilities, 1):
         following = 0x100 + 64 * n if n < len(capabilities) else 0

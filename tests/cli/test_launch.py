@@ -175,7 +175,7 @@ def test_dry_run_checks_without_starting(
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]], ids=lambda c: c[0])
 def test_a_dry_run_imports_torch_for_a_model_that_is_there_alone(command: list[str]) -> None:
-    """Which takes seconds: who mistyped a path, or lacks what a transport needs, is told at once."""
+    """The import takes seconds: a mistyped path, or a missing part of a transport, is reported at once."""
     code = "import sys; from lamina.cli.launch import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     words = [sys.executable, "-c", code, *command, "no/such/model", "--dry-run"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)

@@ -51,7 +51,7 @@ metric_list: [{metric: exact_match}]
 
 
 def scores(folder: Path) -> dict[str, Any]:
-    """What was measured, and for each question what was answered."""
+    """Returns the score, and for each question the answer."""
     (results,) = folder.rglob("results_*.json")
     found = {"results": json.loads(results.read_text())["results"]}
     for name in TASKS:

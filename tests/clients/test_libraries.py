@@ -99,7 +99,7 @@ print(json.dumps({"models": [m.id for m in client.models.list()], "text": whole.
 
 @pytest.fixture
 def text(server: Running) -> str:
-    """What all of them should get."""
+    """Returns the text that all of them should get."""
     body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 12}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
     return str(answer["choices"][0]["message"]["content"])

@@ -3,8 +3,8 @@
 The server's workers stand in for devices that take STEP_S for a step (``lamina.utils.emulated_device``), one request at
 a time. So a run's numbers say how a program measures, and little of what else this machine does. What a program finds
 is held against what the server has measured of the same requests, and its medians against those of `bench serve` before
-and after it. The latter says nothing where the program itself takes too much of the server's cores, or somebody else
-does: 5 to 10 ms of a step on two of them, and 30 where AIPerf's processes share them with other work.
+and after it. The latter says nothing where the program itself, or another one, takes too much of the server's cores. A
+step takes 5 to 10 ms more on two of them, and 30 where AIPerf's processes share them with other work.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ WITHIN = 0.05
 class Numbers(NamedTuple):
     """Medians in milliseconds, and output tokens a second of the whole run.
 
-    ``tpot_ms``: of a request's mean time between tokens, the first one excluded. It goes by other names elsewhere:
-    GuideLLM's and AIPerf's inter-token latency is this; vLLM's (``itl``) and ours is the time between two chunks, which
-    is the same here, where each chunk is a token; GuideLLM's time per output token includes the first one.
+    ``tpot_ms``: of a request's mean time between tokens, the first one excluded. GuideLLM's and AIPerf's inter-token
+    latency is this. vLLM's (``itl``) and ours is the time between two chunks, which is the same here, where each chunk
+    is a token. GuideLLM's time per output token includes the first one.
     """
 
     ttft_ms: float
@@ -55,7 +55,7 @@ def paced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def ours(paced: Running, run: Run) -> Callable[[str], Numbers]:
-    """What ``lamina-launch bench serve`` finds at an endpoint, now."""
+    """Measures an endpoint by ``lamina-launch bench serve``, now."""
 
     def measure(endpoint: str) -> Numbers:
         found = json.loads(
@@ -72,7 +72,7 @@ def ours(paced: Running, run: Run) -> Callable[[str], Numbers]:
 
 
 class Served:
-    """What the server measures from here on, in means."""
+    """The server's own measurements from here on, as means."""
 
     def __init__(self, url: str) -> None:
         self._url = url

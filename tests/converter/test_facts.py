@@ -1,4 +1,4 @@
-"""What explain says of a program, against numbers worked out by hand.
+"""The facts that explain prints of a program, against numbers worked out by hand.
 
 Covers: converter/explain.py.
 """

@@ -1,4 +1,4 @@
-"""In-place operators become functional where nobody else sees what they write to; the result is the same."""
+"""In-place operators become functional where no other operator sees what they write to; the result is the same."""
 
 from __future__ import annotations
 

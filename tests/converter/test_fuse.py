@@ -16,7 +16,7 @@ from lamina.converter.fuse import Bind, has_rows
 
 
 class Linear:
-    """What linear layers are given to, as in a worker."""
+    """The linear layers of a program are given to these functions, as in a worker."""
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, w, b)
@@ -135,7 +135,7 @@ def test_operators_that_are_not_taken_run_between_units(family: str) -> None:
 
 
 class Shared(torch.nn.Module):
-    """What comes of a weight alone is used in two units."""
+    """A value that comes of a weight alone is used in two units."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def _closure(problem: CutProblem[int], roots: set[int], stop: set[int]) -> set[i
 
 
 def _late(problem: CutProblem[int], carried: set[int]) -> set[int]:
-    """What has to run after the boundary if ``carried`` is all that crosses it."""
+    """Returns what has to run after the boundary if ``carried`` is all that crosses it."""
     return _closure(problem, set(problem.needed) | set(problem.after), carried) - carried
 
 

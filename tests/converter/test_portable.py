@@ -22,7 +22,7 @@ from lamina.converter.portable import NotPortableError, read, write
 
 
 class Place:
-    """Where a capture is kept: here."""
+    """The place of a capture: here."""
 
     def __init__(self, text: str | None = None) -> None:
         self.text = text
@@ -42,7 +42,7 @@ def told(program: SlicedProgram) -> object:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Of rows that become more of them, as with experts, and a constant that is made while it is traced."""
+    """Rows become more of them, as with experts, and a constant is made while it is traced."""
     flat = x.expand(-1, 2, -1).flatten(0, 1) * torch.tensor([0.5, 2.0], dtype=x.dtype).repeat(x.shape[-1] // 2)
     return flat.unflatten(0, (-1, 2)).sum(1, keepdim=True)
 
@@ -94,7 +94,7 @@ def run(program: SlicedProgram, ids: Tensor, positions: Tensor) -> tuple[Tensor,
 
 
 def test_weights_are_those_of_the_module_that_is_at_hand(text: str) -> None:
-    """Of other values, as another checkpoint of the same configuration has."""
+    """The weights have other values, as those of another checkpoint of the same configuration."""
     model = Decoder(1)
     with torch.no_grad():
         model.embed.weight.mul_(2)

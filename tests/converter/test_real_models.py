@@ -49,7 +49,7 @@ def test_slices_continue_three_texts_as_the_model_would(family: str) -> None:
     with torch.no_grad():
         expected = model(texts).logits
     history = History()
-    starts = [0, 2, 5]  # text i joins at step starts[i], so its position lags behind
+    starts = [0, 2, 5]  # text i joins at step starts[i], so its position is that much lower
     for now in range(12 + max(starts)):
         rows = [i for i, s in enumerate(starts) if 0 <= now - s < 12]
         positions = torch.tensor([[now - starts[i]] for i in rows])

@@ -1,8 +1,8 @@
 // warp.cuh on a CPU: the lanes of a warp are fibers of one thread, which change places where a GPU's lanes would meet.
 //
-// It is stricter than a GPU where that finds mistakes: a background copy destroys its target at once and lands as late as
-// it may, at the `sync` behind its `wait`; lanes that meet at different instructions end the process, and so do copies that
-// nobody awaits or that are not aligned, and loads from shared memory that only global memory allows.
+// It is stricter than a GPU where that finds mistakes. A background copy destroys its target at once and lands as late
+// as it may, at the `sync` after its `wait`. The process ends when lanes meet at different instructions, when a
+// background copy is never awaited or not aligned, and when a load of global memory reads shared memory.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -73,7 +73,7 @@ class Warp {
   // counter is what a GPU makes of it.
   int take(u32* counter, int of) {
     meet("take", 0);
-    if (lane_) return -(1 << 30);  // which nobody should use
+    if (lane_) return -(1 << 30);  // which no kernel should use
     if (int(*counter) != takers_) fail("a counter that was not left at 0, or more warps that ask than were said");
     asked_of_ = of;
     const int before = takers_++;

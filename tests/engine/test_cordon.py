@@ -25,7 +25,7 @@ from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_re
 
 BLOCK = 4
 WORKERS = 3
-# By request, over workers of one rank, or of two; by head, where each worker has some heads of every sequence; by
+# By request, over workers of one rank, or of two. By head, where each worker has some heads of every sequence; by
 # token, where each has some stripes.
 OWN = [KvShards(tuple(w == owner for w in range(WORKERS))) for owner in range(WORKERS)]
 BY_REQUEST = OWN, [[w] for w in range(WORKERS)], 0
@@ -182,7 +182,7 @@ def test_the_last_one_stays_open() -> None:
 
 
 def test_it_outlives_that_another_one_takes_a_place() -> None:
-    """As behind SIGTERM to any of them: there are as many as before, and who stays keeps what it has."""
+    """A SIGTERM to any of them leads to this: there are as many as before, and those that stay keep what they have."""
     engine = open_engine()
     add(engine, 6)
     cordon(engine.scheduler, engine.worker_info, 1, on=True)
@@ -214,7 +214,9 @@ def test_a_drain_that_comes_to_nothing_leaves_a_cordon_as_it_was(begun: bool) ->
 
 
 def test_who_takes_the_place_of_those_that_left_is_open() -> None:
-    """As behind a drain to as many others: sequences begin there, or wait for ever where nobody stayed."""
+    """A drain to as many other workers leads to this: sequences begin there, or wait for ever where no
+    worker stayed.
+    """
     engine = open_engine()
     cordon(engine.scheduler, engine.worker_info, 1, on=True)
     exits = Evacuation(engine, [0, 1, 2])

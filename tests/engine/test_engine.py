@@ -145,7 +145,7 @@ def test_a_text_ends_at_the_models_length() -> None:
 @pytest.mark.parametrize("told", [8, 12])
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_who_has_heard_all_that_there_can_be_is_told_the_end(told: int, cancelled: bool) -> None:
-    """Such as behind a server's death, by one whose --max-model-len is smaller."""
+    """This happens after a server's death, in one whose --max-model-len is smaller."""
     engine, tokens = make_engine(), continuation([1] * 120, told)
     request = engine.add(
         [1] * 120, SamplingParams(max_tokens=20), resume_from=[ResumedCompletion(index=0, token_ids=[*tokens])]

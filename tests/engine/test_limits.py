@@ -35,7 +35,7 @@ def test_as_many_sequences_run_as_are_allowed_and_not_one_more(num_batches: int)
 
 
 def frame(size: int) -> bytes:
-    """A Stop of ``size`` bytes, behind its length: fields that a message does not have are passed over."""
+    """A Stop of ``size`` bytes, after its length: fields that a message does not have are passed over."""
     empty = msgspec.msgpack.encode({"type": "stop", "filler": ""})
     body = msgspec.msgpack.encode({"type": "stop", "filler": "x" * (size - len(empty) - 1)})  # a string of 32 and more
     assert len(body) == size

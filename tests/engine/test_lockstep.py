@@ -25,7 +25,7 @@ PROMPTS = [[1, 2, 3], [5] * 30, [7], [4] * 11]
 
 
 class WireOfLogits(FakeWire):
-    """Of a whole draw, the model's next token has the largest logit."""
+    """A wire on which the model's next token has the largest logit of a whole draw."""
 
     def execute(self, step: RunStep) -> StepDone:
         done = super().execute(step)

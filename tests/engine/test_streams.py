@@ -1,4 +1,6 @@
-"""Streams of an LLM whose engine has a fake wire: who gets which output when, and that nothing is left behind."""
+"""Streams of an LLM whose engine has a fake wire: the order of outputs of each reader, and that nothing is
+left over.
+"""
 
 from __future__ import annotations
 

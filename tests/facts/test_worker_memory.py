@@ -1,4 +1,4 @@
-"""What workers take of a host: sums worked out by hand, and one line where they do not fit.
+"""The memory that workers take of a host: sums worked out by hand, and one line where they do not fit.
 
 Covers: lamina/cli/common/memory_table.py, lamina/facts/host_memory.py, lamina/workers/prefill/stage_worker.py.
 """

@@ -1,4 +1,4 @@
-"""Debts that cancel out: cycles, thresholds, and that nobody has more or less behind a settlement."""
+"""Debts that cancel out: cycles, thresholds, and that no instance has more or less after a settlement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HAND = {("A", "B"): 5, ("B", "C"): 3, ("C", "A"): 4}
 
 
 def test_the_example_by_hand() -> None:
-    """A owes B 5 blocks, B owes C 3, C owes A 4, and nobody moves fewer than 2."""
+    """A owes B 5 blocks, B owes C 3, C owes A 4, and no instance moves fewer than 2."""
     (settlement,) = settlements(HAND, dict.fromkeys("ABC", 2), random.Random(0))
     assert sorted(settlement.pairs) == sorted(HAND)
     assert settlement.blocks == 3
@@ -69,7 +69,9 @@ def test_each_settlement_is_a_cycle_that_all_want_and_none_is_left(
 
 
 def _any_cycle(debts: dict[tuple[str, str], int], thresholds: dict[str, int]) -> bool:
-    """By another way: nodes without a creditor go, again and again; whoever is left lies on a cycle or before one."""
+    """Finds cycles in another way: nodes without a creditor go, again and again; each node that is left lies on a cycle
+    or before one.
+    """
     for level in set(thresholds.values()):
         nodes = {n for n, least in thresholds.items() if least <= level}
         edges = {(d, c) for (d, c), n in debts.items() if n >= level and {d, c} <= nodes}

@@ -1,4 +1,4 @@
-"""Whom the ledger proposes, and that it knows no more than heartbeats have told."""
+"""The creditors that the ledger proposes, and that it knows no more than heartbeats have reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lives in a slice, against counts by hand and against what torch allocates."""
+"""The tensors that live in a slice, against counts by hand and against what torch allocates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE = ROWS * WIDTH * 4  # bytes of a tensor of that shape
 
 
 class _Toy(nn.Module):
-    """Two tensors at once beside the input, then a view, then a wide one."""
+    """Two tensors at once in addition to the input, then a view, then a wide one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_values_live_until_their_last_use_and_views_cost_nothing() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("rows", [64, 200])
 def test_a_model_takes_what_torch_allocates(rows: int) -> None:
-    """Of the slice in the middle, run on weights."""
+    """The slice in the middle is run on weights."""
     config = LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=0,

@@ -1,4 +1,4 @@
-"""What a mask rule means is read from the rule itself."""
+"""The meaning of a mask rule is read from the rule itself."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_conversion_leaves_everything_as_found(name: str) -> None:
 
 
 def meddle(model: nn.Module) -> None:
-    """What the code of a model may do to itself in a forward pass; then fail."""
+    """Does what the code of a model may do to itself in a forward pass; then fails."""
     for module in model.modules():
         module.stray = 1
         module.register_buffer("left_behind", torch.zeros(1))

@@ -112,7 +112,7 @@ def test_what_could_not_be_shown_is_tried_again(tmp_path: Path, monkeypatch: pyt
 
 @contextmanager
 def under_way(path: Path) -> Iterator[None]:
-    """As if another process made what is to lie there."""
+    """Acts as if another process made what is to lie there."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with open(path.with_suffix(".turn"), "wb") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -202,7 +202,7 @@ def test_what_else_tracing_depends_on_is_in_the_name() -> None:
 
 
 def test_code_that_differs_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Lamina, of a module's class, and the versions of packages."""
+    """The code of Lamina or of a module's class may differ, or the versions of packages."""
     known = place(model := llama())
     digest = capture_cache.file_digest
     for name in ("convert.py", "mincut.py", "spec.py", "mesh.py", "modeling_llama.py"):

@@ -1,4 +1,4 @@
-"""What a model's own files say of sampling reaches requests that do not say, by the rule of vLLM."""
+"""The sampling defaults in a model's own files reach requests that set none, by the rule of vLLM."""
 
 from __future__ import annotations
 

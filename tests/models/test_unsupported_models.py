@@ -1,4 +1,4 @@
-"""What cannot be served exactly is refused, with the layer and the reason."""
+"""A model that cannot be served exactly is refused, with the layer and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights stay in the pages of their files, and that all of these are read when a model is loaded.
+"""The weights that stay in the pages of their files, all of which are read when a model is loaded.
 
 Covers: lamina/models/read_shard.py, lamina/models/tensor_parallel_shard.py, lamina/models/weight_pages.py.
 """
@@ -62,7 +62,7 @@ def planned(path: Path, dtype: str = "auto", ranks: int = 1) -> WeightBytes:
 
 
 def loaded(path: Path, dtype: str = "auto", ranks: int = 1) -> WeightBytes:
-    """By where the tensors of a loaded model lie."""
+    """Sorts the tensors of a loaded model by where they lie."""
     model = load(path, dtype=dtype, rank=0, size=ranks).model
     files = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
     spans = [[int(x, 16) for x in span.split("-")] for span in files]
@@ -119,7 +119,7 @@ def test_weights_for_images_stay_in_their_file(tmp_path: Path) -> None:
 
 
 def resident_kb(x: torch.Tensor) -> int:
-    """Of the mapping that ``x`` lies in."""
+    """Returns the resident memory of the mapping that ``x`` lies in."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split()[0]

@@ -1,4 +1,4 @@
-"""A process ends at the event that somebody else has named, and at no other one."""
+"""A process ends at the event that another process has named, and at no other one."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_the_newest_survive_in_order(capacity: int, count: int) -> None:
 
 
 def test_several_threads_may_add() -> None:
-    """As a prefill worker lends on threads of its own. No record is written over, and none is left out."""
+    """A prefill worker lends on threads of its own. No record is written over, and none is left out."""
     trace, interval, number = Recorder(1 << 12), sys.getswitchinterval(), 1 << 11
 
     def add(peer: int) -> None:

@@ -59,7 +59,7 @@ def test_records_arrive_as_one_stream(records: list[bytes], piece: int) -> None:
 
 
 def wire(data: bytes) -> bytes:
-    """What a record looks like on its way, the first of its session."""
+    """Shows a record in flight, the first of its session."""
     sender, receiver = pair()
     with sender, socket.socket(fileno=receiver.detach()) as plain:
         sender.sendall(data)
@@ -152,7 +152,7 @@ def test_only_who_has_the_key_comes_in() -> None:
     accepted: list[tuple[socket.socket, bytes]] = []
     thread = threading.Thread(target=lambda: accepted.append(listener.accept(SOON_S)))
     thread.start()
-    stranger = socket.create_connection(("127.0.0.1", listener.port))  # silent: it delays nobody
+    stranger = socket.create_connection(("127.0.0.1", listener.port))  # silent: it delays no other
     with pytest.raises(HandshakeError, match="keys differ"):
         connect("127.0.0.1", listener.port, bytes(32), SOON_S, **NAMES)
     with connect("127.0.0.1", listener.port, KEY, SOON_S, **NAMES) as driver:

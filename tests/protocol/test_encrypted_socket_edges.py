@@ -96,7 +96,7 @@ def test_flags_of_a_send_are_the_kernels(ends: Ends) -> None:
 
 
 def test_a_host_that_does_not_answer_is_told_and_remembered(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel says so by a TimeoutError, behind a poll that has said there is news; here a timeout of ours does."""
+    """The kernel reports it by a TimeoutError, after a poll that has reported news; here a timeout of ours does."""
 
     class News:
         def register(self, *_: object) -> None: ...

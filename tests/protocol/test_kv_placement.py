@@ -1,4 +1,4 @@
-"""Where each stripe lies, by rule and by exception, and which places cannot be: stripe by stripe, word for word."""
+"""The place of each stripe, by rule and by exception, and which places cannot be: stripe by stripe, word for word."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_every_stripe_has_room_where_it_lies(rooms: list[int], stripes: int, hom
 def test_only_holders_get_q_and_each_stored_token_is_attended_once(
     rooms: list[int], stripes: int, at: int, count: int
 ) -> None:
-    """The new rows' K and V go to whoever keeps them, and to home, which attends them."""
+    """The new rows' K and V go to the workers that keep them, and to home, which attends them."""
     place = spill_locations(KvLocation(0), 0, stripes, dict(enumerate(rooms)))
     if place is None:
         return
@@ -155,7 +155,9 @@ def sequence(prompt: int, most: int) -> Sequence:
 
 @pytest.mark.parametrize(("workers", "prompt"), [(1, 0.05), (4, 0.05), (2, 0.9), (4, 0.9), (8, 0.92), (16, 0.94)])
 def test_one_sequence_uses_the_pool(workers: int, prompt: float) -> None:
-    """Whether its prompt has it, or it grows into it: until nothing is left (92 to 95 % in the seed's own count)."""
+    """The prompt of the sequence fills the pool, or it grows into it: until nothing is left (92 to 95 % in the seed's
+    own count).
+    """
     blocks = [20 * STRIPE + w % 4 for w in range(workers)]
     ledger, total = tables(blocks), sum(blocks)
     mine = tables(blocks)
@@ -180,7 +182,9 @@ def test_one_sequence_uses_the_pool(workers: int, prompt: float) -> None:
 @given(rooms=st.lists(st.lists(st.sampled_from([0, 0, 50]), min_size=3, max_size=3), min_size=1, max_size=90))
 @example(rooms=[[50, 50, 0], [0, 50, 0]] * 20)
 def test_a_sequence_that_grows_is_never_in_more_pieces_than_a_message_has_room_for(rooms: list[list[int]]) -> None:
-    """Whatever room others leave from stripe to stripe; who could be nowhere is told, and begins anew."""
+    """Other sequences may leave any room from stripe to stripe; a sequence without a place is reported, and begins
+    anew.
+    """
     workers = len(rooms[0])
     lanes = [KvShards(tuple(n == lane for n in range(workers))) for lane in range(workers)]
     tables = BlockTables([0] * workers, [9999] * workers, BLOCK, lanes, STRIPE, True)
@@ -220,7 +224,7 @@ def test_who_fits_at_home_pays_nothing() -> None:
 
 
 def bound(layers: list[LayerShape], workers: int, worker: int, kv_bytes: int, most: int) -> BindReply:
-    """What such a memory worker says that it holds, in half precision, without the memory itself."""
+    """Reports what such a memory worker holds, in half precision, without the memory itself."""
     partition = partition_of("spill", layers, [1.0] * workers, most)
     sizes = {"kv_bytes": kv_bytes, "max_rows": 256, "max_model_len": most}
     bind = BindRequest(worker=worker, partition=partition, layers=layers, dtype="bfloat16", kv=KVOptions(), **sizes)  # type: ignore[arg-type]
@@ -237,7 +241,7 @@ def bound(layers: list[LayerShape], workers: int, worker: int, kv_bytes: int, mo
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_the_seeds_tokens_on_a_gpu(workers: int) -> None:
     """LLaMA2-7B in half precision on an A100 of 80 GB, of which 90 % are used: about the 108k tokens of the seed. With
-    others beside it one sequence has what all hold.
+    other workers one sequence has what all hold.
     """
     kv_bytes, size = int(80e9 * 0.9 - 13.48e9), KVOptions().block_size
     bounds = [bound(LLAMA2_7B, workers, w, kv_bytes, workers * 100_000) for w in range(workers)]
@@ -250,8 +254,8 @@ def test_the_seeds_tokens_on_a_gpu(workers: int) -> None:
 
 @pytest.mark.parametrize(("length", "ratio"), [(8192, 452), (32768, 1808), (131072, 7232)])
 def test_bytes_fetched_over_bytes_shipped(length: int, ratio: int) -> None:
-    """A layer of Llama 8B in half precision, of which a creditor has so many tokens in four nodes: K and V that would
-    come, over the Q that goes to it and the results that come back, as both sides lay them out.
+    """A layer of Llama 8B in half precision, of which a creditor has so many tokens in four nodes. The K and V that
+    would come are divided by the Q that goes to it and the results that come back, as both sides lay them out.
     """
     partition = partition_of("spill", [LLAMA_8B], [1.0, 1.0], 2048)
     placement = KvPlacement(partition.num_kv_shards, partition.stripe_chunks * CHUNK_TOKENS, partition.single_shard)

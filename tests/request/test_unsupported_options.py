@@ -1,4 +1,4 @@
-"""What is said to those who pass vLLM's fields of SamplingParams: taken, refused by name, or in their order."""
+"""The answer to vLLM's fields of SamplingParams: taken, refused by name, or in their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lamina.request.unsupported_options import ORDER, UNSERVED
 
 
 class Kind(Enum):
-    """As vLLM's RequestOutputKind."""
+    """An enum with the values of vLLM's RequestOutputKind."""
 
     CUMULATIVE = 0
     DELTA = 1

@@ -26,7 +26,7 @@ void wait_for_slow_threads(lamina::Pool& pool) {
   std::vector<int> slow(kThreads);
   pool.each(kThreads, kThreads, [&](std::size_t, std::size_t thread) {
     begun.fetch_add(1);
-    while (begun.load() < kThreads) std::this_thread::yield();  // so that nobody takes two
+    while (begun.load() < kThreads) std::this_thread::yield();  // so that no thread takes two
     if (thread == 0) return;
     const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(2);
     while (std::chrono::steady_clock::now() < end) continue;
@@ -39,7 +39,7 @@ void wait_for_slow_threads(lamina::Pool& pool) {
 
 int main(int, char** arguments) {
   const int jobs = std::atoi(arguments[1]), spins = std::atoi(arguments[2]);
-  alarm(60);  // a thread that nobody wakes
+  alarm(60);  // a thread that is never woken
   std::mt19937 random(1);
   lamina::Pool pool(1, spins);
   std::vector<int> done(kPieces);  // plain memory: a race on a piece is seen

@@ -1,4 +1,4 @@
-"""Work in the background: its result, its error, its deadline and its place behind others."""
+"""Work in the background: its result, its error, its deadline and its place after others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores workers get, and that they run there."""
+"""The cores that workers get, and that they run there."""
 
 from __future__ import annotations
 

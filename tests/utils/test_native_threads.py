@@ -48,7 +48,7 @@ def tasks():
 
 @cache
 def cores_of_helpers(cores: tuple[int, ...], bind: str) -> dict[str, list[list[int]]]:
-    """Of each thread that each of STARTS starts, one after another, in a process on ``cores``."""
+    """Returns the cores of each thread that each of STARTS starts, one after another, in a process on ``cores``."""
     code = f"import os\nos.sched_setaffinity(0, {cores})\n{CODE}found, pools = {{}}, []\n"
     for name, start in STARTS.items():
         code += f"before = tasks()\n{dedent(start)}\npools.append(pool)\n"

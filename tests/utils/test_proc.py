@@ -1,4 +1,4 @@
-"""What the kernel says of processes."""
+"""The kernel's facts about processes."""
 
 from __future__ import annotations
 

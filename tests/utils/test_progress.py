@@ -1,4 +1,4 @@
-"""What is seen of a start: every stage, and its end."""
+"""The progress of a start: every stage, and its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lamina.utils.progress import progress_bar
 
 
 def last_states(text: str) -> list[str]:
-    """Of every line, what stands there in the end."""
+    """Returns what stands in every line in the end."""
     return [line.rpartition("\r")[2] for line in text.split("\n")[:-1]]
 
 

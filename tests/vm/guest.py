@@ -25,8 +25,8 @@ PATIENCE = 10  # a second of a guest may take so many of the host's, which has o
 TICK = os.sysconf("SC_CLK_TCK")
 LOOK_S = 1.0
 LIFE_S = 7200  # no guest outlives this, whatever happens to the tests
-# The kernel ends it with the thread that has started it (PR_SET_PDEATHSIG of prctl(2)); `timeout` passes that on, or
-# ends by it alone where it has not yet noted whom it has started: so the guest ends with `timeout`, too.
+# The kernel ends it with the thread that has started it (PR_SET_PDEATHSIG of prctl(2)). `timeout` passes that on, or
+# ends by it alone where it has not yet noted its child: so the guest ends with `timeout`, too.
 STARTER = (
     "setpriv", "--pdeathsig", "TERM", "nice", "-n", "5", "timeout", "--kill-after=1", str(LIFE_S),
     "setpriv", "--pdeathsig", "KILL",
@@ -116,7 +116,7 @@ class Guest:
         return Done(status, output.decode(errors="replace"), monotonic() - self._began)
 
     def hear(self, words: str, *, timeout_s: float) -> None:
-        """Until the command that was started says ``words``."""
+        """Reads until the command that was started prints ``words``."""
         self._until(words.encode(), timeout_s)
 
     def line(self, *, timeout_s: float) -> str:
@@ -178,7 +178,7 @@ class Guest:
         return command
 
     def _until(self, mark: bytes, timeout_s: float, patience: float = PATIENCE) -> bytes:
-        """What the guest says before ``mark``."""
+        """Returns what the guest prints before ``mark``."""
         begun, ran_s = monotonic(), self._ran_s()
         stdout = self._process.stdout
         assert stdout is not None

@@ -59,7 +59,7 @@ def program(name: str) -> str | None:
 
 
 def missing() -> str:
-    """What this machine lacks to run a guest, as a sentence with its fix; empty if nothing."""
+    """Returns what this machine lacks to run a guest, as a sentence with its fix; empty if nothing."""
     if platform.machine() != "x86_64" or program("apt-get") is None:
         return "the guest needs an x86-64 Debian or Ubuntu"
     packages = {package for name, package in PROGRAMS.items() if program(name) is None}

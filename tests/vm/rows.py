@@ -2,7 +2,7 @@
 
     python tests/vm/rows.py --write     # minutes where the guest's processors are emulated
 
-perftest beside Lamina's verbs, in turns, in one guest. What it says of time is about this guest alone.
+perftest and Lamina's verbs, in turns, in one guest. What it says of time is about this guest alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT_S = 1500.0
 
 
 def row(who: Sequence[str], flags: str) -> dict[str, Any]:
-    """Raises RuntimeError, with what the guest said, where it gave none."""
+    """Raises RuntimeError, with the guest's output, where it gave none."""
     only = " ".join(f"--only '{name}'" for name in who)
     with Guest(build(), processors=2) as guest:
         done = guest.python(f"perf/pingpong.py --json --cores 0,1 --limit-s 300 {only} {flags}", timeout_s=LIMIT_S)

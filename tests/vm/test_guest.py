@@ -1,4 +1,4 @@
-"""What becomes of a guest whose tests are killed. Needs no QEMU: a program that sleeps takes its place."""
+"""The end of a guest whose tests are killed. Needs no QEMU: a program that sleeps takes its place."""
 
 from __future__ import annotations
 

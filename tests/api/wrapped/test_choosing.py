@@ -1,4 +1,4 @@
-"""Whoever runs a row, its caller can choose the token: the best one each time is greedy decoding.
+"""The caller can choose the token of a row on any replica: the best one each time is greedy decoding.
 
 Covers: lamina/api/wrapped/stepwise_generate.py.
 """
@@ -18,7 +18,7 @@ PROMPTS = [[320, 480] * 10, [7, 8], [9]]
 
 @pytest.mark.long
 def test_the_best_token_each_time_is_greedy() -> None:
-    """The first one behind a prompt comes from a prefill worker."""
+    """The first token after a prompt comes from a prefill worker."""
     options = {"prefill_workers": 1, "pipeline": 2, "memory_workers": 2, "max_model_len": 64}
     with LLM(str(MODEL), dtype="float32", transport="loopback", **options) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)

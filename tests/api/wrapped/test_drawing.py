@@ -1,4 +1,4 @@
-"""What workers draw by themselves.
+"""The tokens that workers sample by themselves.
 
 Covers: lamina/api/wrapped/sampling_mapping.py.
 """

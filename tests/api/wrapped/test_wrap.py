@@ -262,7 +262,7 @@ def test_a_wrapped_model_bears_the_name_of_the_model_and_says_what_it_is(model: 
 
 
 def test_logits_that_are_no_numbers_end_the_call_and_say_so(wrapped: Any) -> None:
-    """They are told by the worker that draws; the text so far is not taken for a whole one."""
+    """The worker that samples reports them; the text so far is not taken for a whole one."""
     output = Request.append
 
     def fail(request: Any, sequence: Any, drawn: Any) -> None:

@@ -38,7 +38,7 @@ def test_a_difference_would_show() -> None:
 
 
 def test_a_filter_that_is_not_obeyed_would_show() -> None:
-    """As min_p of the table, which drops 0.16 of what is drawn."""
+    """The filter is min_p of the table, which drops 0.16 of the samples."""
     torch.manual_seed(0)
     whole = torch.zeros(2048)
     whole[:83] = torch.cat([torch.tensor([0.5, 0.2, 0.14]), torch.full((80,), 0.002)])

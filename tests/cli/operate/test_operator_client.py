@@ -1,4 +1,4 @@
-"""An operator's command says in one line what is wrong with its flags, or with whoever answers at that address.
+"""An operator's command says in one line what is wrong with its flags, or with the server at that address.
 
 Covers: lamina/cli/operate/drain.py.
 """

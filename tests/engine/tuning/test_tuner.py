@@ -67,7 +67,7 @@ class TimedWire(FakeWire):
 
 
 def token_s(n: int, slice_s: float, attention_s: float, network_s: float, replicas: int) -> float:
-    """Of all batches, once all are under way."""
+    """Returns the seconds for a token of all batches, once all are under way."""
     events = rotation(n, [slice_s] * LAYERS, [attention_s] * LAYERS, 12, network_s, replicas).events
     starts = {e.token: e.start for e in events if e.slice == 0 and e.batch == n - 1}
     return (starts[11] - starts[3]) / 8
@@ -97,7 +97,7 @@ def tokens_per_s(wire: TimedWire, engine: Engine, rows: int = 8, answer: int = 6
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("network_s", [0.0, 0.2])
 def test_within_5_percent_of_a_sweeps_best(ratio: float, network_s: float) -> None:
-    """t_m : t_a = 1:4 to 4:1 on devices whose times are known; all numbers of batches are tried by hand beside it."""
+    """t_m : t_a = 1:4 to 4:1 on devices whose times are known; all numbers of batches are also tried by hand."""
 
     def times(rows: int, tokens: int) -> tuple[float, float]:
         return 0.8 * ratio + 0.01 * rows, 0.4 + 0.05 * rows + 1e-4 * tokens
@@ -139,7 +139,7 @@ def test_laws_are_found_again() -> None:
 
 
 def test_pools_that_share_cores_do_not_take_turns() -> None:
-    """By the laws alone two batches are nearly twice as fast: what was measured beside says they are slower."""
+    """Two batches are nearly twice as fast by the laws alone: a measurement of both says that they are slower."""
 
     def times(rows: int, tokens: int) -> tuple[float, float]:
         return 0.1 * rows, 0.1 * rows

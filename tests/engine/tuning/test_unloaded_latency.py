@@ -1,4 +1,6 @@
-"""What a request takes alone, beside what is promised: measured on a started engine, of which nothing stays."""
+"""The latency of a request alone, compared with the promised one: measured on a started engine, of which
+nothing stays.
+"""
 
 from __future__ import annotations
 

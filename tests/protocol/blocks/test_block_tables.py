@@ -226,7 +226,7 @@ def test_what_is_not_there_cannot_be_kept(keep: list[SurvivingKv]) -> None:
 
 
 def test_nor_can_what_a_window_has_given_back() -> None:
-    """Of two steps on the way the older one is the first that can be done again."""
+    """The older of two steps in flight is the first that can be done again."""
     t = tables([6], blocks=20)
     t.apply(plan(New(1), RowRange(1, 0, 20)))
     for step in range(1, 10):
@@ -528,7 +528,7 @@ TestStripedMachine = StripedMachine.TestCase
 
 @given(order=st.randoms(use_true_random=False))
 def test_blocks_that_become_free_are_told_once(order: random.Random) -> None:
-    """Those, and no others, whoever shares them: beside a set of the blocks in tables."""
+    """Only those are reported, whichever sequences share them: a set of the blocks in tables is the reference."""
     tables = BlockTables([0, 12], [30, 30], SIZE)
     assert tables.take_freed() == [[], []]
     lengths, held = dict[int, int](), [set[int](), set[int]()]
