@@ -18,6 +18,7 @@ from .checkpoint import find_checkpoint
 from .errors import ModelError
 from .model_files import one_line, read_json
 
+_PROCESSOR_TEMPLATE = "chat_template.json"  # of older multimodal models
 _CONTEXT = 8  # most tokens kept as the context of the next one
 MAX_PENDING_BYTES = 3  # most bytes of an incomplete UTF-8 character; a token has at least one byte
 _REPLACEMENT = "\ufffd"
@@ -60,18 +61,22 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
         if _needs_no_class(directory):
             from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        from transformers import AutoTokenizer
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        else:
+            from transformers import AutoTokenizer
 
-        if not trust_remote_code:
-            _check_class(directory)
-        return AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
-        )
+            if not trust_remote_code:
+                _check_class(directory)
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
+            )
     except ModelError:
         raise
     except Exception as error:  # any class: it reads config.json too, which architectures check by their own code
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
+    if getattr(tokenizer, "chat_template", "") is None and (directory / _PROCESSOR_TEMPLATE).exists():
+        tokenizer.chat_template = read_json(directory / _PROCESSOR_TEMPLATE, "").get("chat_template")
+    return tokenizer
 
 
 def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:

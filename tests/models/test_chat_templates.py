@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizer_kinds import tokenizer_of
 
-from lamina.models.tokenizer import apply_chat_template, render_chat
+from lamina.models.tokenizer import apply_chat_template, load_tokenizer, render_chat
 
 TEXT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
@@ -107,6 +109,23 @@ def test_a_template_runs_a_few_times_however_many_roles_there_are(monkeypatch: p
     talk = [{"role": f"role {n}", "content": f"text {n}"} for n in range(40)]
     assert render_chat(tokenizer, talk) == "".join(f"[role {n}]text {n}" for n in range(40))
     assert len(runs) <= 4
+
+
+IMAGES = (
+    "{% for m in messages %}{{ m.role | upper }}:{% for p in m.content %}{% if p.type == 'image' %}<image>"
+    "{% elif p.type == 'text' %} {{ p.text }}{% endif %}{% endfor %}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("own", [None, TEXT])
+def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(own: str | None, tmp_path: Path) -> None:
+    """Older multimodal models have it in a file of its own."""
+    tokenizer = tokenizer_of("byte_level")
+    tokenizer.chat_template = own
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": IMAGES}))
+    expected = "[system]be brief[user]hi there" if own else "SYSTEM: be brief|USER: hi there|"
+    assert render_chat(load_tokenizer(tmp_path), TALK) == expected
 
 
 def test_half_a_character_is_refused() -> None:
