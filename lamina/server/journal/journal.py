@@ -85,15 +85,19 @@ class Journal:
             raise
 
     def _open(self) -> None:
-        self._number, size = 0, 0
+        self._number, size, size_before = 0, 0, 0
         for number, contents in self._folder.read(self._check):
             for record in contents.records:
                 self._replay(record, number)
             if torn := contents.size - contents.end:
                 log.warning("--journal: the last %d bytes of %s were not written whole: left out", torn, contents.path)
-            self._number, size = number, contents.end
+            self._number, size, size_before = number, contents.end, size
         if size:
             self._segment = Segment(self._folder.path_of(self._number), size)
+            # An earlier server may have ended while it waited for the disk.
+            self._is_fresh = self._number > self._folder.newest_on_disk
+            if self._is_fresh and size_before:
+                self._before = Segment(self._folder.path_of(self._number - 1), size_before)
         else:
             self._segment = self._folder.begin(0, self._opening((), 0))
             self._folder.sync()

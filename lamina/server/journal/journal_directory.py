@@ -128,6 +128,11 @@ class JournalDirectory:
         with suppress(OSError):
             os.pwrite(self._lock, mark + zlib.crc32(mark).to_bytes(4, "little"), 0)
 
+    @property
+    def newest_on_disk(self) -> int:
+        """The number of the newest segment that was noted to be on disk; -1: none was. Raises ValueError."""
+        return self._mark()[0]
+
     def _mark(self) -> tuple[int, int]:
         mark = os.pread(self._lock, _MARK.size, 0)
         if not any(mark):  # none was written, or it did not reach the disk

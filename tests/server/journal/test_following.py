@@ -183,6 +183,29 @@ def test_a_server_that_ends_at_any_time_has_left_all_that_was_told(seed: int, tm
     journal.close()
 
 
+def test_after_a_server_that_ended_meanwhile_the_next_one_waits_for_both_segments_and_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a request that it accepts would be lost with the segment before, when the host ends."""
+    journal, place = opened(tmp_path / "j", size=8000), tmp_path / "copy"
+    accepted(journal)
+    with monkeypatch.context() as patched:
+        disk = SlowDisk(patched)
+        turn_over(journal, tmp_path / "j")
+        snapshot(tmp_path / "j", place)
+        disk.goes_on.set()
+        journal.close()
+    synced, again = set[str](), opened(place, size=8000)
+    with monkeypatch.context() as patched:
+        for name in ("fdatasync", "fsync"):
+            real = getattr(os, name)
+            patched.setattr(os, name, lambda fd, real=real: (synced.add(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+        accepted(again)
+    assert synced == {str(place), *(str(place / name) for name in files(place))}
+    assert len(files(place)) == 2
+    again.close()
+
+
 @pytest.mark.parametrize("is_on_disk", [True, False])
 def test_a_host_that_ends_meanwhile_may_lack_the_end_of_the_full_one(
     is_on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
