@@ -15,6 +15,8 @@ from collections.abc import Generator, Iterator
 from http.client import HTTPException
 from typing import Any, Protocol
 
+import msgspec
+
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flat_options import flat_options
 from lamina.protocol.executor import WorkerError
@@ -22,12 +24,13 @@ from lamina.request import SamplingParams
 
 from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
-from .operate.operator_client import check_url, send_request
+from .operate.operator_client import check_key, check_url, open_url, send_request
 
 COMMANDS = "/new begins anew, /system TEXT sets the system prompt, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 ASK_S = 10.0  # for the names of a server's model
 SILENCE_S = 600.0  # within an answer
 MAX_LINE_BYTES = 2 << 20
+_CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 Messages = list[dict[str, str]]
 
 
@@ -80,22 +83,30 @@ class _Server:
     """A server's model, over OpenAI's API."""
 
     def __init__(self, url: str, key: str, sampling: dict[str, float]) -> None:
+        """``key``: as the server has it, which may have several, by comma."""
         check_url(url)
+        check_key(key := key.partition(",")[0].strip(), "LAMINA_API_KEY, or --api-key,")
         self._url, self._sampling = url.rstrip("/").removesuffix("/v1"), sampling
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.name: str = send_request(self._url, "/v1/models", key, ASK_S, "data")["data"][0]["id"]
+        models = send_request(self._url, "/v1/models", key, ASK_S, "data")
+        try:
+            self.name = msgspec.convert(models, _Models).data[0].id
+        except (msgspec.ValidationError, IndexError):
+            raise OSError(f"{self._url}/v1/models names no model: is it the address of OpenAI's API?") from None
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
         body = {"model": self.name, "messages": messages, "stream": True, **self._sampling}
         url = f"{self._url}/v1/chat/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=SILENCE_S) as response:
-                while (line := response.readline(MAX_LINE_BYTES)) and line.strip() != b"data: [DONE]":
-                    if line.startswith(b"data: {"):
-                        yield _text(json.loads(line[6:]))
-                if not line:
-                    raise OSError("the connection ended before the answer did")
+            with open_url(request, SILENCE_S) as response:
+                while line := response.readline(MAX_LINE_BYTES):
+                    field, _, data = line.partition(b":")
+                    if field == b"data" and data.strip() == b"[DONE]":
+                        return
+                    if field == b"data" and data.strip():
+                        yield _text(data)
+            raise OSError("the connection ended before the answer did")
         except urllib.error.HTTPError as error:
             with error:
                 raise ValueError(_reason(error.read(), error.code)) from None
@@ -103,11 +114,49 @@ class _Server:
             raise OSError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
 
 
-def _text(event: dict[str, Any]) -> str:
-    """Return the text that an event of a stream brings. Raises ValueError for one that ends it by an error."""
-    if "error" in event:
-        raise ValueError(event["error"]["message"])
-    return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Event(msgspec.Struct):
+    """What a server's chunk of a stream brings, as far as it is shown."""
+
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+def _text(data: bytes) -> str:
+    """Return the text that an event of a stream brings. Raises ValueError for one that ends it by an error, OSError for
+    what is no event of a chat.
+    """
+    try:
+        event = msgspec.json.decode(data, type=_Event)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise OSError(f"the server has sent what is no chunk of a chat: {error}") from None
+    if event.error is not None:
+        raise ValueError(event.error.message)
+    return "".join(choice.delta.content or "" for choice in event.choices)
+
+
+def _plain(text: str) -> str:
+    """Return a text without the characters that would control the terminal."""
+    return text.translate(_CONTROLS)
 
 
 def _reason(body: bytes, status: int) -> str:
@@ -178,7 +227,7 @@ def _converse(speaker: Speaker, system: str) -> None:
     if is_terminal := sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # lets input() edit lines and recall them
-        print(f"{speaker.name}: {COMMANDS}")
+        print(f"{_plain(speaker.name)}: {COMMANDS}")
     talk: Messages = []
     while True:
         try:
@@ -211,13 +260,13 @@ def _turn(speaker: Speaker, system: str, talk: Messages, line: str) -> None:
         with contextlib.closing(speaker.answer(messages)) as pieces:
             for piece in pieces:
                 said += piece
-                print(piece, end="", flush=True)
+                print(_plain(piece), end="", flush=True)
     except KeyboardInterrupt:
         pass
     except WorkerError:
         raise
     except (ValueError, OSError) as e:
-        error = " ".join(str(e).split())
+        error = _plain(" ".join(str(e).split()))
     print(flush=True)
     if error:
         print(f"lamina-launch chat: {error}", file=sys.stderr)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import pty
 import re
@@ -11,10 +13,13 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 
 import pytest
 from running import Running
@@ -138,6 +143,131 @@ def test_a_url_that_does_not_answer_is_one_line(capfd: pytest.CaptureFixture[str
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert re.fullmatch(r"lamina-launch chat: http://127.0.0.1:9/v1/models does not answer: .*refused\n", err)
+
+
+class Foreign(ThreadingHTTPServer):
+    """A server of another make. ``chunks``: what it streams; ``keys``: those it was given; ``to``: where it redirects,
+    by method.
+    """
+
+    def __init__(self, chunks: bytes = b"", models: object = ({"id": "m"},), **to: str) -> None:
+        self.chunks, self.models, self.to, self.keys = chunks, json.dumps({"data": models}).encode(), to, list[str]()
+        super().__init__(("127.0.0.1", 0), ForeignHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class ForeignHandler(BaseHTTPRequestHandler):
+    server: Foreign
+
+    def do_GET(self) -> None:
+        self._answer(self.server.models)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(self.server.chunks)
+
+    def _answer(self, body: bytes) -> None:
+        self.server.keys.append(self.headers.get("Authorization", ""))
+        if to := self.server.to.get(self.command):
+            self.send_response(302)
+            self.send_header("Location", to + self.path)
+        else:
+            self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is logged."""
+
+
+def chunk(**fields: object) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def said(text: str) -> bytes:
+    return chunk(choices=[{"delta": {"content": text}}])
+
+
+END = b"data: [DONE]\n\n"
+
+
+def chat_with(server: Foreign, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    return main(["chat", server.url + "/v1"])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "shown", "why"),
+    [
+        (said("a") + said("b") + END, "ab", ""),
+        ((said("a") + b": ping\n\nevent: x\n" + END).replace(b": {", b":{").replace(b": [", b":["), "a", ""),
+        ((said("a") + END).replace(b"\n", b"\r\n"), "a", ""),
+        (said("a\x1b]52;c;aGk=\x07\x9bb\u200d\t\nc") + END, "a]52;c;aGk=b\u200d\t\nc", ""),
+        (chunk(error={"message": "no \x1b[31m"}), "", r"no \[31m"),
+        (said("a"), "a", "the connection ended before the answer did"),
+        (chunk(choices=[{"index": 0}]), "", "the server has sent what is no chunk of a chat: .*`delta`.*"),
+        (chunk(choices=None), "", "the server has sent what is no chunk of a chat: .*"),
+        (chunk(error="no"), "", "the server has sent what is no chunk of a chat: .*"),
+        (b"data: {oops\n\n", "", "the server has sent what is no chunk of a chat: .*"),
+        (
+            b'data: {"choices":[{"delta":{"content":"\xff"}}]}\n\n',
+            "",
+            "the server has sent what is no chunk of a chat: .*",
+        ),
+    ],
+)
+def test_whatever_a_server_streams_is_text_or_one_line(
+    chunks: bytes, shown: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Foreign(chunks) as server:
+        assert chat_with(server, monkeypatch) == 0
+    out, err = capsys.readouterr()
+    assert out == shown + "\n"
+    assert re.fullmatch(f"lamina-launch chat: {why}\n" if why else "", err)
+
+
+@pytest.mark.parametrize("models", [[], "m", [{"name": "m"}]])
+def test_a_server_without_a_model_is_one_line(
+    models: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Foreign(models=models) as server:
+        assert chat_with(server, monkeypatch) == 2
+    assert re.fullmatch(r"lamina-launch chat: \S+/v1/models names no model: .*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_no_redirect_leads_a_key_to_another_address(
+    method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LAMINA_API_KEY", "secret")
+    with Foreign(said("a") + END) as other, Foreign(**{method: other.url}) as server:
+        chat_with(server, monkeypatch)
+        assert (server.keys[-1], other.keys) == ("Bearer secret", [])
+    assert re.search(f"redirects to '{other.url}.*': give the address", capsys.readouterr().err)
+
+
+def test_the_first_of_a_servers_keys_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMINA_API_KEY", " a , b")
+    with Foreign(said("a") + END) as server:
+        assert chat_with(server, monkeypatch) == 0
+        assert server.keys == ["Bearer a"] * 2
+
+
+def test_a_key_that_no_request_bears_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LAMINA_API_KEY", "secret\nkey")
+    assert main(["chat", "http://127.0.0.1:9"]) == 2
+    err = capsys.readouterr().err
+    assert (err.count("\n"), "secret" in err) == (1, False)
 
 
 def test_a_model_without_a_chat_template_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,24 @@ def check_url(url: str) -> None:
         raise ValueError(f"{url!r} is no address of a server: give one such as http://127.0.0.1:8000")
 
 
+def check_key(key: str, source: str) -> None:
+    """Raises ValueError for what no request can bear, without the key."""
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"{source} has characters that no request bears: take ASCII letters")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses to follow a server to another address, which would get the key, too."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
+        raise ValueError(f"{req.full_url} redirects to {newurl!r}: give the address of the server itself")
+
+
+def open_url(request: urllib.request.Request, limit_s: float) -> Any:
+    """Does as ``urllib.request.urlopen``, without redirects: these raise ValueError."""
+    return urllib.request.build_opener(_NoRedirects).open(request, timeout=limit_s)
+
+
 def check_timeout(limit_s: float, *, none: bool = False) -> None:
     """``none``: whether 0 is one. Raises ValueError for what is no time to wait."""
     if not 0.0 <= limit_s <= MAX_TIMEOUT_S or not (limit_s or none):
@@ -56,8 +74,7 @@ def request(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_
     key = args.admin_key or os.environ.get("LAMINA_ADMIN_KEY", "")
     if not key:
         raise ValueError("the server's key is needed: set LAMINA_ADMIN_KEY, here and where the server starts")
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError("LAMINA_ADMIN_KEY, or --admin-key, has characters that no request bears: take ASCII letters")
+    check_key(key, "LAMINA_ADMIN_KEY, or --admin-key,")
     return send_request(args.url, path, key, limit_s, *has, body=body, missing="start it with LAMINA_ADMIN_KEY set")
 
 
@@ -80,7 +97,7 @@ def send_request(
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=limit_s) as response:
+        with open_url(request, limit_s) as response:
             return _answer(url, response.read(), has)
     except urllib.error.HTTPError as error:
         with error:
