@@ -89,6 +89,14 @@ gc.disable()
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_runtest_setup() -> None:
+    """Commands that a test runs in this process limit repeated warnings by filters; later tests must see them all."""
+    for handler in (*logging.root.handlers, logging.lastResort):
+        if handler is not None:
+            handler.filters.clear()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Processes that later tests start inherit this thread's signal mask; with SIGTERM in it they cannot be ended."""
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]):
