@@ -135,7 +135,7 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What a server's chunk of a stream brings, as far as it is shown."""
+    """A chunk of a server's stream, as far as it is shown."""
 
     choices: list[_Choice] = []
     error: _Error | None = None

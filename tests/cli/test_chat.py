@@ -146,9 +146,7 @@ def test_a_url_that_does_not_answer_is_one_line(capfd: pytest.CaptureFixture[str
 
 
 class Foreign(ThreadingHTTPServer):
-    """A server of another make. ``chunks``: what it streams; ``keys``: those it was given; ``to``: where it redirects,
-    by method.
-    """
+    """A server of another make. ``chunks``: its stream. ``keys``: those it was given. ``to``: where it redirects a method."""
 
     def __init__(self, chunks: bytes = b"", models: object = ({"id": "m"},), **to: str) -> None:
         self.chunks, self.models, self.to, self.keys = chunks, json.dumps({"data": models}).encode(), to, list[str]()
