@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
+from platform import machine
 from re import findall
 
 from setuptools import Extension, setup
@@ -57,6 +58,7 @@ def native(name: str, *sources: str, flags: Sequence[str] = ()) -> Extension:
             "-fvisibility=hidden",
             *flags,
         ],
+        optional=machine() != "x86_64",  # most of them are written for it: elsewhere, torch computes
     )
 
 

@@ -50,3 +50,14 @@ def test_without_a_compiler_the_build_fails_and_its_last_line_says_so(compiler: 
     fix = "install g++, or name another one by CC and CXX"
     assert done.stderr.splitlines()[-1] == f"Lamina needs a C++17 compiler, and {compiler} failed: {fix}"
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_another_kind_of_machine_needs_no_native_module(tmp_path: Path) -> None:
+    """Kernels are written for x86, which no compiler of another machine takes."""
+    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+    arm = f"import platform, runpy; platform.machine = lambda: 'aarch64'; runpy.run_path({str(ROOT / 'setup.py')!r})"
+    build = [sys.executable, "-c", arm, "-q", "build_ext", "--build-temp", "temp", "--build-lib", "lib"]
+    environ = {**os.environ, "CC": "false", "CXX": "false"}
+    done = subprocess.run(build, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "lamina.ops.gemm._gemm" in done.stderr
