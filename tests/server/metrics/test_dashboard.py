@@ -82,8 +82,8 @@ class Saying(FakeClient):
         super().__init__()
         self.text = text
 
-    def _deltas(self, key: int, index: int, params: Any, *, last: bool) -> Any:
-        first, end = super()._deltas(key, index, params, last=last)
+    def deltas_of(self, key: int, index: int, params: Any, *, last: bool) -> Any:
+        first, end = super().deltas_of(key, index, params, last=last)
         pieces = [self.text[i : i + 16] for i in range(0, len(self.text), 16)]
         said = [structs.replace(first, text=piece, token_ids=list(first.token_ids)) for piece in pieces]
         return [*said, structs.replace(end, text="")]

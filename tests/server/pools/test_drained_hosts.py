@@ -54,7 +54,7 @@ def test_a_host_whose_workers_people_started_is_drained(tmp_path: Path, capsys: 
             assert main(["drain", server.url, "--host", "127.0.0.2", "--admin-key", KEY]) == 2
             assert main(["drain", server.url, "--host", "127.0.0.3", "--admin-key", KEY]) == 0
             said, refused = capsys.readouterr()
-            assert "the memory workers on 127.0.0.3 have gone; 1 left; streams paused for" in said
+            assert "the memory workers on 127.0.0.3 have gone, 1 left; streams paused for" in said
             assert "workers of --launcher static are started by hand: drain some" in refused
             assert "--host 127.0.0.2: compute-0 is there, too" in refused
             (gone,) = [x for x, line in zip(commands, printed(), strict=True) if line.endswith("--host 127.0.0.3")]

@@ -99,7 +99,7 @@ def test_streams_go_on_with_more_and_fewer_memory_workers(
     assert "memory worker 0 is the last one on which sequences begin" in refused
     assert refused.count("memory worker 1 is cordoned, and sequences would move to it: undo that first") == 2
     assert "--memory-workers 1 -> --memory-workers 2; streams paused for" in said
-    assert "memory worker 0 has gone; 1 left; streams paused for" in said
+    assert "memory worker 0 has gone, 1 left; streams paused for" in said
     assert eventually(lambda: health(client) == (200, "ok"), 60)
     metrics = client.get("/metrics", headers={"Authorization": f"Bearer {KEY}"})
     assert metrics.status_code == 200
