@@ -146,7 +146,7 @@ def test_a_url_that_does_not_answer_is_one_line(capfd: pytest.CaptureFixture[str
 
 
 class Foreign(ThreadingHTTPServer):
-    """A server of another make. ``chunks``: its stream. ``keys``: those it was given. ``to``: where it redirects a method."""
+    """A server of another make. ``chunks``: its stream. ``keys``: those it was given. ``to``: redirects of methods."""
 
     def __init__(self, chunks: bytes = b"", models: object = ({"id": "m"},), **to: str) -> None:
         self.chunks, self.models, self.to, self.keys = chunks, json.dumps({"data": models}).encode(), to, list[str]()
