@@ -95,7 +95,7 @@ def test_hosts_that_run_go_on_where_a_new_one_fails(
 def test_all_that_fails_is_told(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "up", hosts.file(HEAD, f"{{address: {NOWHERE}}}", f"{{address: {BROKEN}}}")]) == 2
     said = capsys.readouterr().err
-    assert f"{NOWHERE} cannot be told" in said
+    assert f"{NOWHERE} cannot be reached" in said
     assert f"{BROKEN}: Ray did not start" in said
     assert "ended what this call has started: 127.0.0.1" in said
     assert not hosts.up()

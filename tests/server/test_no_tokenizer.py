@@ -1,12 +1,11 @@
-"""A tokenizer that never loads, on a file system that has gone away: given up at --start-timeout-s, in one line."""
+"""A tokenizer that never loads is given up at --start-timeout-s, in one line."""
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,24 +24,37 @@ from lamina.scheduler.slo_admission import SloAdmission
 from lamina.server.engine_client import engine_process
 from lamina.server.engine_client.messages import StartEngine
 
+TRUSTED: dict[str, Any] = {"trust_remote_code": True, "start_timeout_s": 0.2}
 GIVEN_UP = "loading the tokenizer (--start-timeout-s) is not done after"
+
+
+# A tokenizer's own code, which waits as long as a file is there.
+CODE = """
+import time
+from pathlib import Path
+while Path({lock!r}).exists():
+    time.sleep(0.05)
+raise OSError("gone")
+"""
 
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[str]:
-    """A model whose tokenizer_config.json is a pipe without a writer."""
-    shutil.copytree(ROOT / MODEL, tmp_path / "model")
-    pipe = tmp_path / "model" / "tokenizer_config.json"
-    pipe.unlink()
-    os.mkfifo(pipe)
-    yield str(tmp_path / "model")
-    with suppress(OSError):  # it has no reader any more
-        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # who reads is at the end of the file now
+    """Copy the shipped model; the code of its tokenizer does not end before the test does."""
+    model, lock = tmp_path / "model", tmp_path / "lock"
+    shutil.copytree(ROOT / MODEL, model)
+    lock.touch()
+    (model / f"own_{tmp_path.name}.py").write_text(CODE.format(lock=str(lock)))
+    names = {"auto_map": {"AutoTokenizer": [f"own_{tmp_path.name}.T", None]}, "tokenizer_class": "T"}
+    (model / "tokenizer_config.json").write_text(json.dumps(names))
+    yield str(model)
+    lock.unlink()
 
 
 def test_a_server_gives_up(stuck: str, tmp_path: Path) -> None:
     """All of it; with workers that are threads, which wait for the tokenizer, so that it is all that can be late."""
-    words = ["serve", MODEL, "--tokenizer", stuck, "--port", "0", "--transport", "loopback", "--start-timeout-s", "2"]
+    words = ["serve", MODEL, "--tokenizer", stuck, "--trust-remote-code", "--port", "0", "--transport", "loopback"]
+    words += ["--start-timeout-s", "2"]
     log = tmp_path / "log"
     with log.open("wb") as stderr:
         server = ForkedProgram(words, stderr=stderr)
@@ -79,7 +91,7 @@ def test_it_is_given_up_and_workers_end(
     module: ModuleType, transport: str, stuck: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "WorkerExecutor", NoExecutor)
-    before, config = NoExecutor.closed, make_config({"transport": transport, "start_timeout_s": 0.2})
+    before, config = NoExecutor.closed, make_config({**TRUSTED, "transport": transport})
     monkeypatch.setattr(
         module,
         "Engine",
@@ -100,5 +112,5 @@ def start_up(module: ModuleType, model: str, config: EngineConfig) -> None:
 
 
 def test_generate_gives_up(stuck: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", stuck, "--prompt", "x", "--start-timeout-s", "0.2"]) == 2
+    assert main(["generate", stuck, "--trust-remote-code", "--prompt", "x", "--start-timeout-s", "0.2"]) == 2
     assert capsys.readouterr().err == f"lamina-launch generate: {GIVEN_UP} 0.2 s\n"
