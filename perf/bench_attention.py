@@ -1,12 +1,13 @@
 """Paged attention of the memory workers against the limit of the memory that it reads, and against its peers.
 
-The storage and the calls are those of a memory worker's step: blocks that sequences filled side by side, a row table,
-``attend_stored`` over the stored tokens, ``write`` of the new ones, ``finish`` over those. The limit is a plain read of
-the same bytes by the same threads. Everybody has one turn in each round, so that noise of the machine hits them alike;
-every round is on another layer, so that nothing is in a cache. Turns during which some task of the machine waited for
-a core for more than QUIET of the time do not count; there are rounds until enough of them do, or patience ends. All
-results are checked against dense attention in fp64 first. Rates by CPU time ("on_core": bytes over the seconds that a
-competitor's threads ran, by thread) say what a kernel does while it has its cores, also on a machine that never rests.
+The storage and the calls are those of a memory worker's step: blocks that sequences filled side by side, and a row
+table. ``attend_stored`` runs over the stored tokens, ``write`` stores the new ones, and ``finish`` attends those. The
+limit is a plain read of the same bytes by the same threads. Everybody has one turn in each round, so that noise of the
+machine hits them alike; every round is on another layer, so that nothing is in a cache. A turn does not count when some
+task of the machine waited for a core for more than QUIET of the time. There are rounds until enough turns count, or
+patience ends. All results are checked against dense attention in fp64 first. Rates by CPU time ("on_core") are bytes
+over the seconds that a competitor's threads ran, by thread. They show what a kernel does while it has its cores, also
+on a machine that never rests.
 
     python perf/bench_attention.py --threads 2 --batch 16 --context 4096 --write
 """
@@ -51,7 +52,7 @@ Turn = Callable[[int], dict[str, float]]  # one call on a layer -> seconds by pa
 
 
 class Problem:
-    """What is computed: settings, the stores of some layers, and the new rows."""
+    """The problem to compute: settings, the stores of some layers, and the new rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -157,7 +158,7 @@ def lamina(problem: Problem, backend: AttentionBackend) -> AttentionCompetitor:
 
 
 def read_limit(problem: Problem) -> AttentionCompetitor:
-    """As many bytes of K and V as attention reads, from end to end."""
+    """Reads as many bytes of K and V as attention reads, from end to end."""
     threads, heads = problem.args.threads, problem.stored_heads
     try:
         from lamina.ops.attention.native import NativeAttention
@@ -202,7 +203,7 @@ def in_child(problem: Problem, peer: str) -> AttentionCompetitor:
 
 
 def competitors(problem: Problem) -> tuple[dict[str, AttentionCompetitor], dict[str, str]]:
-    """Who takes part, by name, and who does not, with the cause."""
+    """Returns the competitors that take part, by name, and those that do not, with the cause."""
     args = problem.args
     players = {"read": read_limit(problem)}
     missing: dict[str, str] = {}
@@ -276,7 +277,7 @@ def rounds(problem: Problem, players: dict[str, AttentionCompetitor]) -> dict[st
 
 
 def quiet(turns: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Those that count; all where too few were quiet."""
+    """Returns the rounds that count; all where too few were quiet."""
     kept = [t for t in turns if t["stalled"] <= QUIET]
     return kept if len(kept) >= ENOUGH else turns
 
@@ -371,7 +372,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table(line: dict[str, Any]) -> str:
-    """For people."""
+    """Returns a table for people."""
     rows = [(line["backend"], line["gb_s_spread"]), ("read limit", line["read_limit_gb_s_spread"])]
     rows += line["peers"].items()
     out = [f"{name:<14}{x['median']:8.2f} GB/s  ({x['p10']:.2f} to {x['p90']:.2f})" for name, x in rows]

@@ -1,8 +1,9 @@
-"""Whether attention of stored tokens should have another kernel for another length of context (0 to 8k, 8k to 32k, and
-beyond): the same tokens in all as many short sequences and as few long ones, by each kernel that there is, in turns of
-one run. The verdict: what the best kernel of a band gains over `native`, which serves all, and how far the rates of
-`native` lie apart, as shares of the plain read of as many bytes; so much a kernel for a band could gain at most if each
-were as good as the best. The competitors and their check are those of bench_attention.py.
+"""Decides whether attention of stored tokens needs another kernel for another length of context (0 to 8k, 8k to 32k,
+and beyond). The same tokens in all are stored as many short sequences and as few long ones. Each kernel attends them,
+in turns of one run. The verdict has two parts: what the best kernel of a band gains over `native`, which serves all,
+and how far the rates of `native` lie apart. Both are shares of the plain read of as many bytes. A kernel for a band
+could gain at most that much if each were as good as the best. The competitors and their check are those of
+bench_attention.py.
 
 Prints a JSON line; --write appends it to perf/results/bench_bands.jsonl.
 
@@ -34,7 +35,7 @@ def players_of(problem: Problem) -> dict[str, AttentionCompetitor]:
 
 
 def shares(args: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Context -> kernel -> its rate over that of the read, both of turns beside each other: the median of rounds."""
+    """Context -> kernel -> its rate over that of the read, both of adjacent turns: the median of rounds."""
     every = dict[int, dict[str, AttentionCompetitor]]()
     for context in (n for band in BANDS.values() for n in band):
         settings = {**vars(args), **SHAPE, "batch": TOKENS // context, "context": context}
@@ -52,7 +53,7 @@ def shares(args: argparse.Namespace) -> dict[int, dict[str, float]]:
 
 
 def of_read(times: dict[str, list[float]]) -> dict[str, float]:
-    """Of each but the read."""
+    """Returns the share of each kernel but the read."""
     reads = times["read"]
     return {
         name: round(median(r / t for r, t in zip(reads, each, strict=True)), 4)
@@ -62,7 +63,7 @@ def of_read(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def verdict(rates_of: dict[int, dict[str, float]]) -> dict[str, Any]:
-    """By band: the best kernel, and what it and the best conceivable one gain over ``native``."""
+    """Returns, by band, the best kernel, and what it and the best conceivable one gain over ``native``."""
     best_native = max(each["native"] for each in rates_of.values())
     bands = {}
     for band, contexts in BANDS.items():

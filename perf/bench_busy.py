@@ -1,8 +1,8 @@
-"""What Lamina and its peers keep of their decode speed while another program uses one of the cores.
+"""The share of decode speed that Lamina and its peers keep while another program uses one of the cores.
 
-Everybody is prefilled first and takes turns of a few steps, one with the cores free and one beside a loop that is
-bound to the last of them and never rests. Shares of one's own speed are compared, so a machine with other work beside
-will do. Prints one JSON line; --write appends it to perf/results/bench_busy.jsonl.
+All are prefilled first and take turns of a few steps. One turn has the cores free, and one runs while a loop, bound to
+the last core, never rests. Shares of one's own speed are compared, so a machine with other work will do. Prints one
+JSON line; --write appends it to perf/results/bench_busy.jsonl.
 
     python perf/bench_busy.py --batch 8 --prompt 512 --peers vllm --write
 """

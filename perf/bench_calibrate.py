@@ -1,11 +1,11 @@
-"""How far off predictions of `lamina-launch plan --calibrate` are: real runs of other shapes, and their predictions.
+"""The error of predictions of `lamina-launch plan --calibrate`: real runs of other shapes, and their predictions.
 
 One engine is recorded at 8 x 512, others decode 8 x 2048, 32 x 512 and 8 x 512 with n = 2. All take turns of some steps
-each, so that noise of the machine hits them alike. A mixed replay comes behind; all of this several times. The
-recorded run is then fitted, and the others are predicted, behind prompts and for answers of the same lengths. The same
-comes again on emulated devices, whose times follow laws that the fit has: the control. Prints a JSON line of each, and
-what is within its limit; --write appends the lines to perf/results/bench_calibrate.jsonl. It needs a machine on which
-nobody else computes.
+each, so that noise of the machine hits them alike. A mixed replay comes last; all of this several times. The recorded
+run is then fitted, and the others are predicted, after prompts and for answers of the same lengths. The same comes
+again on emulated devices, whose times follow laws that the fit has: the control. Prints a JSON line of each, and what
+is within its limit; --write appends the lines to perf/results/bench_calibrate.jsonl. It needs a machine without other
+work.
 
     python perf/bench_calibrate.py --write
 """
@@ -83,8 +83,8 @@ class PausedRun:
             begun |= {output.request_id for output in self._engine.step()}
 
     def turn(self) -> None:
-        """A round is always in flight: so the first of a turn is not counted, and the last has its time before the turn
-        is over, which it would take from others.
+        """A round is always in flight. The first of a turn is therefore not counted, and the last has its time before
+        the turn is over, which it would take from others.
         """
         times = defaultdict[int, list[float]](list)
         for _ in range(steps_of_turns(1) * self._shape.batches):
@@ -104,7 +104,7 @@ class PausedRun:
 
     @property
     def tempo(self) -> RunSpeed:
-        """What all turns came to."""
+        """Returns the step times of all turns."""
         gaps = sorted(self._gaps)
         return RunSpeed(self._tokens / self._seconds, gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100])
 
@@ -115,8 +115,8 @@ def steps_of_turns(turns: int) -> int:
 
 
 def record_tail(llm: LLM) -> None:
-    """Answers of several lengths: so steps of 8 down to 1 rows are recorded, too. Of each so many that the first ones
-    behind an end, which take longer, are not the median.
+    """Answers of several lengths: so steps of 8 down to 1 rows are recorded, too. Each has so many that the first ones
+    after an end, which take longer, are not the median.
     """
     rounds = RECORDED.sequences * -(-RECORDED.prompt // CHUNK)
     asks = [TracedRequest(0.0, RECORDED.prompt, rounds + TAIL_STEPS * (1 + i)) for i in range(RECORDED.sequences)]

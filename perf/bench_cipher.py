@@ -1,4 +1,4 @@
-"""What it costs to encrypt what leaves a host: bytes a second of one core, and round trips of a channel.
+"""The cost of encrypting what leaves a host: bytes a second of one core, and round trips of a channel.
 
 Contenders take turns of a few calls each, on one core. ``blake2b`` is a code over clear text (hashlib's, keyed), which
 frames carried before they were encrypted; ``crc32c`` is what they carry within one host. Floor: one read of the memory.
@@ -35,7 +35,7 @@ Spread = dict[str, float]
 
 
 def contenders(data: bytes) -> dict[str, Callable[[int], object]]:
-    """By name, a call that guards ``data``; its argument differs from call to call."""
+    """Returns, by name, a call that guards ``data``; its argument differs from call to call."""
     sealed = seal(KEY, 1, data)
     return {
         "aes-256-gcm, sealed": lambda n: seal(KEY, n, data),

@@ -1,4 +1,4 @@
-"""What ranks cost that meet: sums and gathers of the sizes of slices, by ``mesh``, ranks in processes.
+"""The cost of ranks that meet: sums and gathers of the sizes of slices, by ``mesh``, ranks in processes.
 
 A row has microseconds, and GB/s as nccl-tests have them: algbw, the size of the result over the time, and busbw, what
 each rank's link carries each way. Every result is compared with a plain sum. With two GPUs, gpu_suite.py has the same
@@ -64,7 +64,7 @@ def rank_process(args: argparse.Namespace) -> None:
 
 
 def measure(argv: Sequence[str], ranks: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Of rank 0. Raises BrokenError where a rank ends without a result; its message is above."""
+    """Measures on rank 0. Raises BrokenError where a rank ends without a result; its message is above."""
     command = [sys.executable, str(Path(__file__).resolve()), *argv]
     processes = [
         subprocess.Popen([*command, "--rank", str(n)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

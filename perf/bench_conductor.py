@@ -1,4 +1,4 @@
-"""What the Conductor foresees, what a running engine does, and what the simulation says of the same requests.
+"""The Conductor's forecasts, the times of a running engine, and those of a simulation of the same requests.
 
 Prompts come by chance to an engine with prefill workers, of real processes on emulated devices (the workers sleep for
 the time of their GEMMs and attention). The laws that the engine has learned are given to the simulation, which is
@@ -51,7 +51,7 @@ class Comes(NamedTuple):
 
 class Served(NamedTuple):
     """Seconds to a request's first token, as foreseen at its arrival (NaN: where others decode) and as it was, infinite
-    for who was refused; what it got, and tokens of its prompt that were there.
+    if it was refused. Also its output, and the tokens of its prompt that were there.
     """
 
     expected_s: float = math.inf

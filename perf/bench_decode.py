@@ -1,15 +1,14 @@
 """Decode speed of Lamina against transformers' generate, on the same model and the same cores.
 
 All competitors are prefilled first and then take turns of a few steps each, so that noise of the machine hits them
-alike; the prompts were read one competitor after the other. Prints one JSON line; --write appends it to
+alike. The prompts were read one competitor after the other. Prints one JSON line; --write appends it to
 perf/results/bench_decode.jsonl.
 
     python perf/bench_decode.py --batch 8 --prompt 512 --tokens 64 --dtype bfloat16 --write
 
-With --temperature all of them sample, by the same parameters, and "lamina greedy" takes part too.
---peers adds the other engines whose environments perf/peers/install.sh has made. What everybody generated is checked: a
-token counts as wrong by as much as its logit lies below the best one of the model in fp32, given the tokens before it
-(where it is greedy).
+With --temperature all of them sample, by the same parameters, and "lamina greedy" takes part too. --peers adds the
+other engines whose environments perf/peers/install.sh has made. All output is checked. A token counts as wrong by as
+much as its logit lies below the best one of the model in fp32, given the tokens before it (where it is greedy).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class DecodePlayer(Protocol):
         """Seconds of each of ``steps`` decode steps."""
 
     def tokens(self) -> list[list[int]]:
-        """What has been generated, by sequence."""
+        """Returns the generated tokens, by sequence."""
 
     def close(self) -> None: ...
 
@@ -98,7 +97,7 @@ class Generate:
         return times
 
     def tokens(self) -> list[list[int]]:
-        """What has been generated, by sequence."""
+        """Returns the generated tokens, by sequence."""
         tokens: list[list[int]] = self._ids[:, self._prompt :].tolist()
         return tokens
 
@@ -125,8 +124,8 @@ class DecodeLamina:
         self.prompts_s = time.perf_counter() - start
 
     def turn(self, steps: int) -> list[float]:
-        """Seconds of each step. One step is always in flight: so the first of a turn is not counted, and the last has
-        its time before the turn is over, which it would take from others.
+        """Seconds of each step. One step is always in flight. The first of a turn is therefore not counted, and the
+        last has its time before the turn is over, which it would take from others.
         """
         self._step()
         times = [self._step() for _ in range(steps)]
@@ -142,7 +141,7 @@ class DecodeLamina:
         return time.perf_counter() - start
 
     def tokens(self) -> list[list[int]]:
-        """What has been generated, by sequence."""
+        """Returns the generated tokens, by sequence."""
         return [list(o.outputs[0].token_ids) for o in sorted(self._outputs, key=lambda o: o.request_id)]
 
     def close(self) -> None:
@@ -224,7 +223,7 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
         makers[name] = partial(DecodePeer, python, name, settings)
     for name in filter(None, args.without.split(",")):
         if not makers.pop(name, None):
-            raise SystemExit(f"--without {name}: nobody of that name takes part; it may be one of {', '.join(makers)}")
+            raise SystemExit(f"--without {name}: no competitor has that name; it may be one of {', '.join(makers)}")
     players: dict[str, DecodePlayer] = {}
     missing: dict[str, str] = {}
     try:
@@ -276,8 +275,9 @@ def run_rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, An
 
 @torch.inference_mode()
 def _quality(path: Path, prompts: list[list[int]], players: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """How far the tokens of each lie from the model's choice in fp32, given what came before: the share that is the
-    same, and the largest difference of logits as a part of their standard deviation. A prompt is read once for all.
+    """Returns how far the tokens of each lie from the model's choice in fp32, given what came before. There are two
+    numbers: the share that is the same, and the largest difference of logits as a part of their standard deviation. A
+    prompt is read once for all.
     """
     from transformers import AutoModelForCausalLM, DynamicCache
 

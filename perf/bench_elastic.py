@@ -1,9 +1,9 @@
-"""How long streams pause while memory workers come or go, and what of it is the move of their KV.
+"""The pause of streams while memory workers come or go, and the part of it that is the move of their KV.
 
 Sequences with so much KV decode on real processes; there come to be more memory workers, and then as many as before,
-again and again. Beside each pause: the bytes that went from worker to worker, and the CPU seconds that this took those
-who are left (who goes is not asked). The floor is measured in the same run: copies of as many bytes in memory that is
-there, by one core. Prints a table and JSON lines; --write appends those to perf/results/bench_elastic.jsonl.
+again and again. With each pause come the bytes that went from worker to worker, and the CPU seconds that this took the
+workers that stay. The floor is measured in the same run: copies of as many bytes in memory that is there, by one core.
+Prints a table and JSON lines; --write appends those to perf/results/bench_elastic.jsonl.
 
     python perf/bench_elastic.py --write
     python perf/bench_elastic.py --transport tcp --partition token --write
@@ -25,7 +25,7 @@ from lamina import LLM, SamplingParams
 from lamina.engine.scheduler_factory import check_kv_capacity
 from lamina.executor.elastic import ResizeResult
 
-# Much KV behind few weights: 64 KiB a token in half precision.
+# Much KV for few weights: 64 KiB a token in half precision.
 SHAPE = {
     "hidden_size": 256,
     "num_hidden_layers": 16,
@@ -88,14 +88,14 @@ def measure(model: str, nbytes: int, args: argparse.Namespace) -> dict[str, Any]
     }
     print(
         f"{nbytes >> 20} MiB of KV, {min(moved) >> 20} to {max(moved) >> 20} moved: paused for {median(pauses):.3f} s, "
-        f"at most {max(pauses):.3f} s; workers take {median(cpu):.3f} CPU seconds, "
+        f"at most {max(pauses):.3f} s. Workers take {median(cpu):.3f} CPU seconds, "
         f"a copy of as much by one core {median(moved) / median(copies):.3f} s"
     )
     return results
 
 
 def step_s(llm: LLM) -> float | None:
-    """Of one pass; None where it brought no token."""
+    """Returns the seconds of one pass; None where it brought no token."""
     begun = time.perf_counter()
     return time.perf_counter() - begun if llm.engine.step() else None
 
@@ -121,7 +121,7 @@ def change(llm: LLM, count: int) -> tuple[ResizeResult, float, list[float]]:
 
 
 def moving(llm: LLM) -> dict[int, float]:
-    """By process of a memory worker, the CPU seconds in which it has moved KV."""
+    """Returns, by process of a memory worker, the CPU seconds in which it has moved KV."""
     pids = llm.pools.pids
     return {pids[name]: of.get("move_cpu_s", 0.0) for name, of in llm.stats().items() if name.startswith("memory")}
 

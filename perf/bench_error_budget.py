@@ -1,11 +1,11 @@
-"""Whether an error budget catches a policy that is broken on purpose, and leaves a good one in peace: over tokens of
-real shadows, on the demo's language model.
+"""A test of the error budget: it must catch a policy that is broken on purpose, and accept a good one. Its tokens are
+those of real reference decodes, on the demo's language model.
 
 An engine with a shadow for each completion goes on with texts whose KV has lost blocks. What its shadows see is cut
-into runs of completions of so many tokens together, and each run is watched as an engine watches it.
-`pooled` is the policy as it is; `unpooled` lets a block count for itself alone; `inverted` drops the best blocks. The
-budget is twice the true rate of the first policy, unless one is given. With --recall so many pairs of key and value
-stand before each text and one is asked for behind it: what was dropped is missed there.
+into runs of completions of so many tokens together, and each run is watched as an engine watches it. `pooled` is the
+policy as it is. `unpooled` lets a block count for itself alone; `inverted` drops the best blocks. The budget is twice
+the true rate of the first policy, unless one is given. With --recall so many pairs of key and value stand before each
+text and one is asked for after it: what was dropped is missed there.
 
     python perf/bench_error_budget.py --write
     python perf/bench_error_budget.py --recall 4 --prompt 128 --budget 80 --answer 3 --top1 .1 --kl .1 --write
@@ -53,7 +53,7 @@ class RecordingWatch(ErrorMonitor):
 
 
 def shadows_see(policy: str, prompts: list[list[int]], tokens: int, budget: int) -> Seen:
-    """Of completions of ``tokens`` tokens."""
+    """Returns what reference decodes see of completions of ``tokens`` tokens."""
     sparsity.pool_neighbours = POLICIES[policy]  # type: ignore[assignment]
     options: dict[str, Any] = {"kv_budget": budget, "kv_recent": RECENT, "block_size": SIZE, "max_num_seqs": 64}
     options |= {"prefill_chunk": 1024, "memory_workers": 1, "compute_threads": 1, "memory_threads": 1}

@@ -1,5 +1,5 @@
-"""What it takes a prefill worker to have the beginning of a prompt from another one, over tcp between two processes of
-this host; beside Mooncake's transfer engine, which reads as many bytes of another process's memory over tcp.
+"""The time in which a prefill worker gets the beginning of a prompt from another one, over tcp between two processes of
+this host. Mooncake's transfer engine is the reference: it reads as many bytes of another process's memory over tcp.
 
 Ours is the code that serves (lamina/workers/prefill/prefix_fetch.py): asked, gathered from blocks, sent with a
 checksum, compared, and put into blocks of the other store. Theirs is one read of memory that lies in one piece, by

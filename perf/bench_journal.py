@@ -1,8 +1,9 @@
-"""What a server's --journal costs: seconds until a request is on the disk, and seconds of the event loop for each step.
+"""The cost of a server's --journal: seconds until a request is on the disk, and seconds of the event loop for each
+step.
 
-Requests are accepted so many at a time, as they come from clients; beside them the same bytes are written and synced by
-hand, one by one: what the disk takes at the least. A step brings one token to each of so many streams. Prints a table
-and JSON lines; --write appends those to perf/results/bench_journal.jsonl.
+Requests are accepted so many at a time, as they come from clients. As the floor of the disk, the same bytes are also
+written and synced by hand, one by one. A step brings one token to each of so many streams. Prints a table and JSON
+lines; --write appends those to perf/results/bench_journal.jsonl.
 
     python perf/bench_journal.py --dir /var/tmp --write
 """

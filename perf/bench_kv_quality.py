@@ -1,5 +1,5 @@
-"""What KV in 8 bits costs in quality, on the demo's language model: bits per byte of held-out text, and recall of what
-was said many tokens before. Real workers, one line for each --kv-cache-dtype.
+"""The cost of KV in 8 bits in quality, on the demo's language model: bits per byte of held-out text, and recall of
+statements many tokens before. Real workers, one line for each --kv-cache-dtype.
 
     python perf/bench_kv_quality.py --write
 """
@@ -31,7 +31,7 @@ DISTANCES = (256, 1024)
 
 
 def bits_per_byte(llm: LLM, tokenizer: Any, text: str, window: int) -> float:
-    """As tiny_lm.evaluate: every token once, from window / 2 to window tokens of context."""
+    """Returns bits per byte as tiny_lm.evaluate does: every token once, from window / 2 to window tokens of context."""
     ids = [tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False, verbose=False)]
     pieces, counted, done = list[list[int]](), list[int](), 1
     while done < len(ids):
@@ -50,7 +50,7 @@ def bits_per_byte(llm: LLM, tokenizer: Any, text: str, window: int) -> float:
 
 
 def recall(llm: LLM, tokenizer: Any, distance: int, prompts: int, filler: str) -> float:
-    """Share of questions that greedy decoding answers, ``distance`` tokens behind the statement."""
+    """Returns the share of questions that greedy decoding answers, ``distance`` tokens after the statement."""
     ids = np.array(tokenizer.encode(filler, add_special_tokens=False, verbose=False))
     questions = RecallTask(tokenizer).prompts(ids, distance, count=prompts, seed=0)
     params = SamplingParams(temperature=0.0, max_tokens=len(questions[0].answer), ignore_eos=True)

@@ -1,10 +1,10 @@
-"""Whether layers should keep unequal numbers of tokens, and how many rows should be scored: recall of the demo's model
-by the shape of its budgets, on transformers.
+"""Two questions about --kv-sparsity: should layers keep unequal numbers of tokens, and how many rows should be scored?
+The measure is the recall of the demo's model by the shape of its budgets, on transformers.
 
 The policy is that of ``--kv-sparsity evict`` (blocks of 16, first layer full), played on a cache of transformers, whose
-layers may have different lengths: `flat`, as the engine does it, one choice for all sparse layers; `by layer`, as many
-blocks but each layer its own ones; `pyramid`, earlier layers keep more and later ones less, in even steps from three
-halves to a half of the budget; `inverted`. All keep as much together.
+layers may have different lengths. `flat` is the engine's way: one choice for all sparse layers. `by layer` keeps as
+many blocks, but each layer chooses its own. With `pyramid` earlier layers keep more and later ones less, in even steps
+from three halves to a half of the budget; `inverted` is the reverse. All keep as much together.
 
     python perf/bench_kv_shapes.py --write
 """
@@ -48,7 +48,7 @@ class ShapedRecall:
         self._told: dict[tuple[int, ...], tuple[list[Tensor], Any, Tensor]] = {}
 
     def right(self, prompt: RecallPrompt, order: str, shape: str, budget: int, rows: int) -> bool:
-        """Whether greedy decoding answers the question, behind a prompt that has lost blocks."""
+        """Returns whether greedy decoding answers the question, after a prompt that has lost blocks."""
         seen = prompt.tokens if order == "seen" else prompt.tokens[: -prompt.asked]
         weights, cache, logits = self._read(seen)
         pruned, length = DynamicCache(), len(seen)
@@ -64,7 +64,9 @@ class ShapedRecall:
         return answer == prompt.answer
 
     def _read(self, tokens: list[int]) -> tuple[list[Tensor], Any, Tensor]:
-        """By layer what each row attends, [heads, rows, tokens] of the last rows; the cache; logits of the last row."""
+        """Returns, by layer, what each of the last rows attends, [heads, rows, tokens], then the cache, and the logits
+        of the last row.
+        """
         key = tuple(tokens)
         if key not in self._told:
             out = self._telling(torch.tensor([tokens]), use_cache=True, output_attentions=True)
@@ -79,7 +81,7 @@ class ShapedRecall:
 
 
 def kept_tokens(weights: Sequence[Tensor], shape: str, budget: int, rows: int) -> list[Tensor]:
-    """By layer, the tokens that stay. The first layer keeps all."""
+    """Returns, by layer, the tokens that stay. The first layer keeps all."""
     length, sparse = weights[0].shape[-1], len(weights) - 1
     blocks = -(-length // SIZE)
     by_layer = [_by_block(x[:, -rows:], blocks) for x in weights[1:]]

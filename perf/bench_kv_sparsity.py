@@ -1,8 +1,8 @@
-"""What --kv-sparsity costs, on the demo's language model. Real workers.
+"""The cost of --kv-sparsity, on the demo's language model. Real workers.
 
 recall: key-value pairs, then ordinary text, then one question; one line for each distance, number of pairs and budget.
 The question is part of the prompt (``seen``), or comes when the prompt is stored and has lost blocks, a token at a time
-(``later``). bits: of each byte of ordinary text behind a prompt, a token at a time. peers: the first one's questions
+(``later``). bits: of each byte of ordinary text after a prompt, a token at a time. peers: the first one's questions
 answered by other projects, which peers/install.sh installs.
 
     python perf/bench_kv_sparsity.py --write
@@ -70,7 +70,7 @@ def _right_later(llm: LLM, prompts: list[RecallPrompt]) -> int:
 
 
 def bits_per_byte(llm: LLM, tokenizer: Any, texts: Sequence[list[int]], prompt: int) -> float:
-    """Of what comes behind the first ``prompt`` tokens of each text: all are equally long."""
+    """Returns the bits of all that follows the first ``prompt`` tokens of each text: all are equally long."""
     loss, nbytes = 0.0, sum(len(tokenizer.decode(text[prompt:]).encode()) for text in texts)
     for at in range(0, len(texts), AT_ONCE):
         part = texts[at : at + AT_ONCE]
@@ -85,7 +85,7 @@ def bits_per_byte(llm: LLM, tokenizer: Any, texts: Sequence[list[int]], prompt: 
 
 
 def held_out_tokens(tokenizer: Any) -> npt.NDArray[np.int64]:
-    """Of ordinary text that the model has not seen."""
+    """Returns tokens of ordinary text that the model has not seen."""
     return np.array(tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False))
 
 
@@ -97,19 +97,19 @@ def budget_of(length: int, share: float, size: int = SIZE) -> int:
 def recall_prompts(
     tokenizer: Any, text: npt.NDArray[np.int64], distance: int, *, count: int, pairs: int
 ) -> list[RecallPrompt]:
-    """Questions about one of so many pairs, so many tokens of ``text`` behind them."""
+    """Questions about one of so many pairs, with so many tokens of ``text`` after them."""
     return RecallTask(tokenizer).prompts(text, distance, count=count, pairs=pairs)
 
 
 class SparsityCosts:
-    """What the rows of all measurements have in common."""
+    """The common fields of the rows of all measurements."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.tokenizer = args, load_tokenizer(str(MODEL), trust_remote_code=False)
         self._filler = held_out_tokens(self.tokenizer)
 
     def questions(self, distance: int) -> dict[int, list[RecallPrompt]]:
-        """By number of pairs."""
+        """Returns questions by number of pairs."""
         given = self.tokenizer, self._filler, distance
         return {n: recall_prompts(*given, count=self.args.prompts, pairs=n) for n in PAIRS}
 
@@ -125,7 +125,7 @@ class SparsityCosts:
         )
 
     def recall(self) -> Iterator[dict[str, Any]]:
-        """Of the engine."""
+        """Returns the recall of the engine."""
         args = self.args
         for distance, share in product(args.distances, args.shares):
             asked = self.questions(distance)
@@ -144,7 +144,7 @@ class SparsityCosts:
                     }  # fmt: skip
 
     def bits(self, prompt: int = 1024, behind: int = 256) -> Iterator[dict[str, Any]]:
-        """Of the engine, beside all KV."""
+        """Returns the bits of the engine, and those with all KV."""
         starts = np.linspace(0, len(self._filler) - prompt - behind, self.args.prompts).astype(int)
         texts = [self._filler[at : at + prompt + behind].tolist() for at in starts]
         whole = 0.0

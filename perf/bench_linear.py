@@ -2,9 +2,9 @@
 
 The layers are those of the reference model of bench_decode.py, bf16 or another dtype; a turn is one pass over all of
 them. Everybody has a turn in each round, so that noise of the machine hits them alike; who takes longer than TURN_S is
-given fewer rounds. The floors are measured in the same rounds: a plain read of as many bytes by the same threads, and
-as many products as cores do in registers (peak_products.cpp, compiled on the spot). Prints one JSON line for each
-number of threads; --write appends them to perf/results/bench_linear.jsonl.
+given fewer rounds. The floors are measured in the same rounds. One is a plain read of as many bytes by the same
+threads; the other is as many products as cores do in registers (peak_products.cpp, compiled on the spot). Prints one
+JSON line for each number of threads; --write appends them to perf/results/bench_linear.jsonl.
 
     python perf/bench_linear.py --threads 1,2 --write
 
@@ -69,7 +69,7 @@ class LayerWeights:
 
 
 def native(layers: LayerWeights, variant: str, threads: int) -> Callable[[Tensor, int], Tensor]:
-    """By a variant of csrc/gemm, whatever the limit of its rows."""
+    """Multiplies by a variant of csrc/gemm, whatever the limit of its rows."""
     engine = Engine(threads, variant)
 
     def linear(x: Tensor, i: int) -> Tensor:
@@ -83,7 +83,7 @@ def native(layers: LayerWeights, variant: str, threads: int) -> Callable[[Tensor
 
 
 def native_packed(layers: LayerWeights, variant: str, threads: int) -> Callable[[Tensor, int], Tensor]:
-    """By a variant that has an order of weights of its own."""
+    """Multiplies by a variant that has an order of weights of its own."""
     engine = Engine(threads, variant)
     shapes = [(TYPES[w.dtype], *w.shape, w.stride(0)) for w in layers.weights]
     pages = PrivateMemory()
@@ -101,19 +101,19 @@ def native_packed(layers: LayerWeights, variant: str, threads: int) -> Callable[
 
 
 def packed(layers: LayerWeights) -> Callable[[Tensor, int], Tensor]:
-    """By oneDNN, as torch's compiler calls it, with a copy of the weights in an order of its own."""
+    """Multiplies by oneDNN, as torch's compiler calls it, with a copy of the weights in an order of its own."""
     copies = [torch.ops.mkldnn._reorder_linear_weight(w, 16) for w in layers.weights]
     return lambda x, i: torch.ops.mkldnn._linear_pointwise(x, copies[i], None, "none", [], "")
 
 
 def widened(layers: LayerWeights) -> Callable[[Tensor, int], Tensor]:
-    """By torch in fp32, with a copy of the weights that is twice as large."""
+    """Multiplies by torch in fp32, with a copy of the weights that is twice as large."""
     copies = [w.float() for w in layers.weights]
     return lambda x, i: torch.nn.functional.linear(x.float(), copies[i]).to(x.dtype)
 
 
 def competitors(layers: LayerWeights, threads: int, names: list[str]) -> dict[str, Turn]:
-    """By name; each is compared with torch first."""
+    """Returns the competitors by name; each is compared with torch first."""
     products: dict[str, Callable[[Tensor, int], Tensor]] = {
         f"native/{v}": native(layers, v, threads) for v in usable() if not names or v in names
     }

@@ -2,10 +2,10 @@
 
 Of a layer of a Llama 8B shape in half precision a creditor has so many tokens, as four nodes of the merge tree.
 Shipped: one row's Q goes there, and the partial results come back. Fetched: K and V of all these tokens come, to be
-attended at home. Both ends are threads of this process over the loopback transport behind an emulated link of so many
-gigabits a second, which delays each message by its bytes; so these are times of the wire and of this host's copies, and
-attention, which is the same in both cases, is left out. Prints a JSON line for each length and link; --write appends
-them to perf/results/bench_loan_bytes.jsonl.
+attended at home. Both ends are threads of this process over the loopback transport, through an emulated link of so many
+gigabits a second that delays each message by its bytes. These are therefore times of the wire and of this host's
+copies. Attention is the same in both cases, and is left out. Prints a JSON line for each length and link; --write
+appends them to perf/results/bench_loan_bytes.jsonl.
 
     python perf/bench_loan_bytes.py --write        # half a minute
 """
@@ -31,7 +31,7 @@ SLOT_BYTES, WAIT_S = 1 << 20, 60.0
 
 
 def ends(gbps: float) -> tuple[Channel, Channel]:
-    """Of a channel over such a link."""
+    """The ends of a channel over such a link."""
     fabric = netstack.open(f"emulate+loopback?latency_ms={LATENCY_MS}&gbps={gbps:g}", key=secrets.token_bytes(32))
     listener, inbox = fabric.listen(), Geometry(slots=64, slot_bytes=SLOT_BYTES)
     accepted = list[Channel]()
@@ -51,7 +51,7 @@ def send(channel: Channel, nbytes: int) -> None:
 
 
 def receive(channel: Channel, nbytes: int) -> None:
-    """As many bytes."""
+    """Receives as many bytes."""
     while nbytes > 0:
         arrival = channel.wait_signal(timeout_s=WAIT_S)
         nbytes -= arrival.data.nbytes

@@ -1,12 +1,11 @@
-"""How long streams pause when a memory worker is killed: with the KV of others beside it (--kv-parity 1), or computed
-again; and what the parity costs while nobody dies.
+"""The pause of streams when a memory worker is killed: with the parity of the others' KV (--kv-parity 1), or with KV
+computed again. Also the cost of the parity while no worker dies.
 
 Sequences of --prompt tokens decode until each has some; then memory worker 1 is killed, of whose kind a spare is there.
-The pause is the longest silence of a stream behind that. Every completion is compared with that of a run without a
-kill. With parity and without take turns. Where KV is computed again, that is timed from when all have met anew until
-each stream has another token, and set beside a prefill of the same prompts that nobody has seen, by token
-("of_prefill": at most 1.3 is what is promised). Prints JSON lines; --write appends them to
-perf/results/bench_parity.jsonl.
+The pause is the longest silence of a stream after that. Every completion is compared with that of a run without a kill.
+With parity and without take turns. Where KV is computed again, that is timed from when all have reconnected until each
+stream has another token. It is compared, by token, with a prefill of new prompts of the same length ("of_prefill": at
+most 1.3 is promised). Prints JSON lines; --write appends them to perf/results/bench_parity.jsonl.
 
     python perf/bench_parity.py examples/tiny_lm/model --sequences 1 8 32 --write
 """
@@ -34,7 +33,7 @@ SPARE_S = 2.0  # for another spare to have loaded
 
 
 class KilledRun(NamedTuple):
-    """What a run gave: seconds of the pause behind the kill, of a step before it, and until KV was there again."""
+    """The result of a run: seconds of the pause after the kill, of a step before it, and until KV was there again."""
 
     completions: list[Any]
     pause_s: float
@@ -68,7 +67,7 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, *, kill: boo
 
 
 class MeetingWatch:
-    """When all workers have met anew, and whether steps have been done since; those that were done before may be told
+    """The time when all workers have reconnected, and whether steps have been done since; earlier ones may be reported
     later.
     """
 

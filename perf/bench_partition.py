@@ -1,4 +1,4 @@
-"""How evenly memory workers share the attention of a ragged batch, by partition.
+"""The evenness with which memory workers share the attention of a ragged batch, by partition.
 
 Prompts of very different lengths are decoded together; what each memory worker's attention reads from its store, in
 bytes, comes from the workers' own counters. Bytes do not depend on how busy the machine is. Prints a table; --write
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--memory-workers", default="2,3", help="numbers of equal memory workers, by comma")
     parser.add_argument("--weights", default="0.7,0.3", help="weights of a pool that is not equal")
     parser.add_argument("--prompts", type=int, default=24, help="prompts of 20 to 1800 tokens, decoded together")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens behind each")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens after each prompt")
     parser.add_argument("--write", action="store_true", help="append to perf/results/bench_partition.jsonl")
     args = parser.parse_args()
     sizes = random.Random(0)

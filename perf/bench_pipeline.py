@@ -124,15 +124,18 @@ def run(llm: LLM, sequences: int, tokens: int, sampling: dict[str, Any]) -> list
 
 
 def planned(n: int, slices: list[float], attention: list[float], tokens: int) -> list[float]:
-    """What ``run`` would measure if everybody followed the plan: the last batch's tokens, once all are under way."""
+    """Returns what ``run`` would measure if all workers followed the plan: the last batch's tokens, once all are under
+    way.
+    """
     plan = rotation(n, slices, attention, WARM_TOKENS + tokens + 1)
     starts = {e.token: e.start for e in plan.events if e.slice == 0 and e.batch == n - 1}
     return [starts[k + 1] - starts[k] for k in range(WARM_TOKENS, WARM_TOKENS + tokens)]
 
 
 def wake_soon(slice_us: int) -> bool:
-    """Ask the kernel for short time slices, for this process and its workers: who sleeps most of the time then gets a
-    core sooner after waking up, beside jobs that compute; its share stays the same. sched_setattr(2), Linux 6.12.
+    """Asks the kernel for short time slices, for this process and its workers. A process that sleeps most of the time
+    then gets a core sooner after waking up, next to jobs that compute; its share stays the same. sched_setattr(2),
+    Linux 6.12.
     """
     size, normal, nice = 56, 0, os.getpriority(os.PRIO_PROCESS, 0)
     attributes = struct.pack("=IIQiIQQQII", size, normal, 0, nice, 0, slice_us * 1000, 0, 0, 0, 0)
@@ -141,7 +144,7 @@ def wake_soon(slice_us: int) -> bool:
 
 
 def table(rows: list[tuple[int, float, dict[str, Any]]]) -> str:
-    """For people and the README."""
+    """Returns a table for people and the README."""
     lines = [
         "| n | t_m/t_a | measured ms | p10 to p90 | plan | measured/plan | lower bound |",
         "|---|---|---|---|---|---|---|",

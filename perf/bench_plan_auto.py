@@ -1,8 +1,8 @@
 """`--pipeline auto` against all numbers of batches by hand, on emulated devices at five ratios of t_m and t_a.
 
 Everything is real (engine, processes, messages, tokens of a small model) but the time of a slice and of an attention,
-for which workers sleep: a slice takes t_m, the attention of all sequences t_a, by its bytes. All engines of a ratio
-run at the same time and take turns of a run each. Prints a JSON line and a line in words for each ratio; --write
+for which workers sleep. A slice takes t_m, and the attention of all sequences takes t_a, by its bytes. All engines of a
+ratio run at the same time and take turns of a run each. Prints a JSON line and a line in words for each ratio; --write
 appends the former to perf/results/bench_plan_auto.jsonl.
 
     python perf/bench_plan_auto.py --write

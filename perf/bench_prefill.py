@@ -1,9 +1,8 @@
-"""Prompts beside decoding: what each costs the other, with prefill workers and without.
+"""Prompts and decoding together: what each costs the other, with prefill workers and without.
 
 Devices are emulated (the workers sleep for the time of their GEMMs and attention); processes, messages and the K and V
-that prefill workers send are real. Three situations take turns: some sequences decode; prompts arrive with nobody else
-there, one after the other; both. Prints a table and JSON lines; --write appends those to
-perf/results/bench_prefill.jsonl.
+that prefill workers send are real. Three situations take turns. Either some sequences decode, or prompts arrive alone,
+one after the other, or both. Prints a table and JSON lines; --write appends those to perf/results/bench_prefill.jsonl.
 
     python perf/bench_prefill.py --write
 """
@@ -140,9 +139,9 @@ def situation(
 
 
 def table(rows: list[tuple[int, dict[str, Any]]]) -> str:
-    """For people and the README."""
+    """Returns a table for people and the README."""
     lines = [
-        "| prefill workers | step alone | beside prompts | ratio | prompt alone | beside decoding | ratio |",
+        "| prefill workers | step alone | with prompts | ratio | prompt alone | while decoding | ratio |",
         "|---|---|---|---|---|---|---|",
     ]
     for workers, f in rows:

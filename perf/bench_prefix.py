@@ -1,20 +1,21 @@
-"""What --enable-prefix-caching brings and costs: seconds to the first token of a prompt whose beginning is known, and
-of one whose beginning is not, with the option and without, in turns; with --peers also those of other engines.
+"""The gain and the cost of --enable-prefix-caching: seconds to the first token of a prompt whose beginning is known,
+and of one whose beginning is not. Engines with the option and without take turns; with --peers also other engines.
 
 Prompts are --shared tokens and then --own tokens. Each turn has new ones: a cold one shares nothing with any before it,
 a warm one begins as the first prompt of all. CPU seconds are those of all of Lamina's processes. Prints one JSON line;
 --write appends it to perf/results/bench_prefix.jsonl.
 
-With --tiers what is known lies in the pool, or in host memory or a directory beside a pool of --kv-memory, which holds
-one prompt and not two; "none" has that pool and nothing beside it. Two cold prompts follow one another in each turn, so
-that the first one is saved while the second one is computed; CPU seconds are those until SAVED_S behind them.
+With --tiers the known prefix lies in the pool, in host memory or in a directory, and the pool of --kv-memory holds one
+prompt and not two. "none" has that pool and no storage. Two cold prompts follow one another in each turn, so that the
+first one is saved while the second one is computed; CPU seconds are those until SAVED_S after them.
 
-With --steps N it tells CPU seconds alone, with the option and without, where nothing is found: of a prompt of --own
-tokens, BATCH of which are asked for together, and of a step of as many sequences, N of which follow.
+With --steps N it prints CPU seconds alone, with the option and without, where nothing is found. One number is of a
+prompt of --own tokens, BATCH of which are asked for together; the other is of a step of as many sequences, N of which
+follow.
 
-Most of a run beside peers is their start. A --model that was used before has what they make of it: OpenVINO's form of
-it lies there, llama.cpp's too, and vLLM knows what it has compiled. --warm leaves out cold prompts and Lamina without
-the option: a minute beside one peer.
+Most of a run with peers is their start. A --model that was used before has what they make of it: OpenVINO's form of it
+lies there, llama.cpp's too, and vLLM knows what it has compiled. --warm leaves out cold prompts and Lamina without the
+option: a minute with one peer.
 
     python perf/bench_prefix.py --model PATH --peers vllm,openvino,llama.cpp-server,llama.cpp-slots --write
 """
@@ -65,7 +66,7 @@ class PrefixPlayer(Protocol):
 
 
 class PrefixLamina:
-    """An LLM that nobody else uses."""
+    """An LLM without other users."""
 
     def __init__(self, path: Path, length: int, *, caches: bool, **more: Any) -> None:
         self._llm = LLM(
@@ -93,7 +94,7 @@ class PrefixLamina:
         outputs = self._llm.generate(prompts, some(tokens))
         used = self.used_s() - before
         if any(output.num_cached_tokens for output in outputs):
-            raise BrokenError("a prompt that nobody has had before found KV")
+            raise BrokenError("a new prompt found KV")
         return used
 
     def close(self) -> None:
@@ -137,9 +138,9 @@ def main() -> None:
         "--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers/install.sh)"
     )
     parser.add_argument("--warm", action="store_true", help="prompts whose beginning is known, and no others")
-    parser.add_argument("--tiers", action="store_true", help="what lies beside the pool, too")
-    parser.add_argument("--kv-memory", default="24MiB", help="with --tiers: of a pool that has something beside it")
-    parser.add_argument("--steps", type=int, default=0, help="CPU seconds of a prompt and of so many steps behind it")
+    parser.add_argument("--tiers", action="store_true", help="storage tiers, too")
+    parser.add_argument("--kv-memory", default="24MiB", help="with --tiers: of a pool that has storage")
+    parser.add_argument("--steps", type=int, default=0, help="CPU seconds of a prompt and of so many steps after it")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -280,7 +281,7 @@ def measure_steps(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def words(draw: random.Random, count: int) -> list[int]:
-    """Token ids that nobody has had before."""
+    """Token ids of no earlier prompt."""
     return [draw.randrange(5, WORDS) for _ in range(count)]
 
 

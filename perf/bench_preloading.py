@@ -1,13 +1,14 @@
 """Seconds of a turn's prefill whose history is loaded from a slow medium, layer by layer and not: CachedAttention's
-figures 18 and 19 (arXiv 2403.19708). Compute worker and medium are emulated, in the ratio of the paper's run: 100 new
-tokens are computed in --compute-s, a history of 1,024 is loaded in .61 / .39 of that. All else is real.
+figures 18 and 19 (arXiv 2403.19708). Compute worker and medium are emulated, in the ratio of the paper's run. 100 new
+tokens are computed in --compute-s, and a history of 1,024 is loaded in .61 / .39 of that. All else is real.
 
 no preloading  the first row waits for the whole load
 no buffer      it waits for the first layer alone
 gate           it waits for S_buf, by what the engine has measured
 
-Figure 19: 1,024 / 100. Figure 18: from 500 / 500 to 900 / 100, beside an engine that computes all; whole pages of 128
-are loaded. Competitors take turns. Prints one JSON line; --write appends it to perf/results/bench_preloading.jsonl.
+Figure 19: 1,024 / 100. Figure 18: from 500 / 500 to 900 / 100, compared with an engine that computes all; whole pages
+of 128 are loaded. Competitors take turns. Prints one JSON line; --write appends it to
+perf/results/bench_preloading.jsonl.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 class TurnTimes:
-    """An engine beside a slow medium, and histories that it has saved there."""
+    """An engine with a slow medium, and histories that it has saved there."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         self._llm = LLM(str(path), dtype="float32", memory_workers=1, max_model_len=2048, prefill_chunk=1024, **options)
@@ -62,8 +63,8 @@ class TurnTimes:
         self._measured = swaps.prefill_estimate_s if swaps else None
 
     def ask(self, prompt: list[int], rows_s: float | None = None, *, kept: bool = False) -> RequestOutput:
-        """Behind it the pool has nothing. ``rows_s``: what the engine is told that first rows take; None: nothing.
-        ``cacheable``: the medium has its pages from then on.
+        """Asks, and leaves the pool empty. ``rows_s``: the time that first rows take, as the engine is to assume; None:
+        unknown. ``cacheable``: the medium has its pages from then on.
         """
         engine = self._llm.engine
         if engine.scheduler.features.get(SwapPolicy):

@@ -1,12 +1,12 @@
-"""How long streams pause when a worker is killed, and whether they then are what they would have been.
+"""The pause of streams when a worker is killed, and whether they then are what they would have been.
 
 Sequences decode on real processes; at random moments one worker after the other is killed. The pause is the longest
-time between two outputs behind a kill; a start of the same workers is measured beside it, as a new process takes most
-of the pause. Every completion is compared with that of a run without a kill: how many have other tokens, and how far
-log-probabilities lie apart up to the first one. Beside that, the error of the undisturbed run to the same tokens in
-float32: what half precision rounds in any case. With --many any worker is killed, one behind the other, every few steps
-of the same streams, which begin again and again. Prints a table and JSON lines; --write appends those to
-perf/results/bench_recovery.jsonl.
+time between two outputs after a kill. A start of the same workers is measured too, as a new process takes most of the
+pause. Every completion is compared with that of a run without a kill: how many have other tokens, and how far
+log-probabilities lie apart up to the first one. For comparison it also prints the error of the undisturbed run to the
+same tokens in float32: what half precision rounds in any case. With --many any worker is killed, one after the other,
+every few steps of the same streams, which begin again and again. Prints a table and JSON lines; --write appends those
+to perf/results/bench_recovery.jsonl.
 
     python perf/bench_recovery.py examples/tiny_lm/model --write
     python perf/bench_recovery.py examples/tiny_lm/model --dtype bfloat16 --no-deterministic --write
@@ -31,11 +31,11 @@ from lamina import LLM, SamplingParams
 from lamina.request import CompletionOutput
 
 OUTPUTS = 16, 320  # of all streams, between two kills: half a step of 32, or ten steps
-MOMENT_S = 0.02  # from an output to the kill behind it, at most
+MOMENT_S = 0.02  # from an output to the next kill, at most
 
 
 class Parting(NamedTuple):
-    """How a completion differs from that of the undisturbed run."""
+    """The difference between a completion and that of the undisturbed run."""
 
     parts: bool  # some token is another one
     greedy: bool
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=192, help="of a completion")
     parser.add_argument("--kills", type=int, default=5, help="of each kind of worker")
-    parser.add_argument("--many", type=int, default=0, help="kills in all, of any worker, one behind the other")
+    parser.add_argument("--many", type=int, default=0, help="kills in all, of any worker, one after the other")
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--partition", default="head")
     parser.add_argument("--kv-parity", type=int, default=0)
@@ -84,7 +84,7 @@ def main() -> None:
     prompts = prompts_of(args, results["vocabulary"])
     if args.dtype != "float32":
         results["rounding"] = rounding(args.model, prompts, wanted, options)
-        print(f"{args.dtype} errs by {results['rounding']:.2g} where nobody is killed")
+        print(f"{args.dtype} errs by {results['rounding']:.2g} where no worker is killed")
     print(record("bench_recovery", vars(args), results, write=args.write))
 
 
@@ -109,7 +109,7 @@ def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[st
             if args.roles and role not in args.roles.split(","):
                 continue
             time.sleep(args.rest_s)
-            while pause is None:  # a kill behind the last token says nothing
+            while pause is None:  # a kill after the last token says nothing
                 completions, pause, _ = stream(llm, prompts, params, victim, rng.uniform(0.1, 0.8) * took)
                 late += pause is None
                 partings.setdefault(role, []).extend(map(parting, completions, wanted, params))
@@ -138,8 +138,8 @@ def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[st
 
 
 class Killer:
-    """Of any worker, every few outputs. ``pauses``: by role, of each kill the longest time without an output until the
-    next one, or until the streams have ended.
+    """Kills any worker, every few outputs. ``pauses``: by role, of each kill the longest time without an output until
+    the next one, or until the streams have ended.
     """
 
     def __init__(self, llm: LLM, rng: random.Random) -> None:
@@ -181,7 +181,7 @@ class Killer:
 
 
 def many(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[str, Any], list[CompletionOutput]]:
-    """As ``measure``, of --many kills of any worker."""
+    """Measures, as ``measure``, --many kills of any worker."""
     killer, prompts = Killer(llm, random.Random(args.seed)), prompts_of(args, llm.engine.worker_info.vocab_size)
     params = [params_of(i, args.tokens) for i in range(args.sequences)]
     wanted, _, _ = stream(llm, prompts, params, "", 0.0)
@@ -214,7 +214,7 @@ def many(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[str, 
 
 
 def parting(output: CompletionOutput, wanted: CompletionOutput, params: SamplingParams) -> Parting:
-    """How ``output`` differs from ``wanted``."""
+    """Returns how ``output`` differs from ``wanted``."""
     pairs = zip(output.token_ids, wanted.token_ids, strict=True)
     alike = next((i for i, (a, b) in enumerate(pairs) if a != b), len(wanted.token_ids))
     apart = (abs(a - b) for a, b in zip(chosen(output)[:alike], chosen(wanted)[:alike], strict=True))
@@ -239,7 +239,7 @@ def rounding(model: str, prompts: list[list[int]], wanted: list[CompletionOutput
 
 
 def params_of(number: int, tokens: int) -> SamplingParams:
-    """Of all kinds; each with a seed, so that runs are alike."""
+    """Returns parameters of all kinds; each with a seed, so that runs are alike."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.8, "frequency_penalty": 0.3},
@@ -251,8 +251,8 @@ def params_of(number: int, tokens: int) -> SamplingParams:
 def stream(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], victim: str, after_s: float
 ) -> tuple[list[CompletionOutput], float | None, float]:
-    """The completions, the longest pause behind the kill of ``victim``, and how long it all took. No pause where nobody
-    was killed before the last token.
+    """The completions, the longest pause after the kill of ``victim``, and how long it all took. No pause where no
+    worker was killed before the last token.
     """
     killed = float("inf")
 

@@ -1,9 +1,9 @@
 """A memory worker that is throttled, and what its loss of a part of the work brings back (--memory-weights measured).
 
 Sequences with so much KV decode on real processes. Then memory worker 1 is stopped and continued (SIGSTOP, SIGCONT)
-many times a second, so that it runs for --duty of the time, and later left alone. Told are seconds of a step: alone,
-throttled with its old part, with a smaller one, and recovered, with the part that it then has again; and when parts
-became others, with the pauses. Prints JSON; --write appends it to perf/results/bench_reweigh.jsonl.
+many times a second, so that it runs for --duty of the time, and later left alone. The output has seconds of a step:
+alone, throttled with its old part, with a smaller one, and recovered, with the part that it then has again. It also has
+the times when parts changed, with the pauses. Prints JSON; --write appends it to perf/results/bench_reweigh.jsonl.
 
     python perf/bench_reweigh.py --write
 """
@@ -47,7 +47,7 @@ finally:
 
 
 class Watched:
-    """An engine that is stepped, and what a server does beside that: counters are asked for, and parts looked at."""
+    """An engine that is stepped, with the work of a server: counters are asked for, and parts looked at."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]]) -> None:
         """``prompts`` are completed again and again, so that as much KV runs all the time; it is retained meanwhile."""

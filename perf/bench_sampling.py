@@ -1,11 +1,11 @@
-"""What drawing a step's tokens costs, by filter: lamina.ops.sampling native and in torch, torch.topk, a sort of all.
+"""The cost of drawing a step's tokens, by filter: lamina.ops.sampling native and in torch, torch.topk, a sort of all.
 
 All take turns on the same logits, so that noise of the machine hits them alike. Prints one JSON line; --write appends
 it to perf/results/bench_sampling.jsonl.
 
     python perf/bench_sampling.py --rows 64 --vocabulary 128256 --write
 
-The floor is one reading of the logits for the largest one, and an exponential of each where there is no top_k: a
+The floor is one reading of the logits for the largest one. Where there is no top_k, an exponential of each is added: a
 second reading, of a row that is in the cache by then. They are drawn from a normal distribution: with top_p 0.95 a
 fifth of 128k tokens are left, far more than of a trained model's.
 """

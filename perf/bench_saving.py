@@ -1,10 +1,10 @@
-"""What a decode step costs while KV is saved at full rate: milliseconds a step, beside host memory or a directory.
+"""The cost of a decode step while KV is saved at full rate: milliseconds a step, with host memory or a directory.
 
---batch sequences decode behind a prompt of --context tokens. In turns of --steps steps nothing is saved, or a retained
-prompt of --saved tokens is, again and again, with no pause: the medium is made to forget its pages, and they are saved
-once more. Of each pair of turns that follow one another the ratio of the medians counts. Whether saving keeps up is
-told by pages a second: those that are saved, those that the steps fill meanwhile, and those that prompts fill where
-nothing else is computed. Prints one JSON line; --write appends it to perf/results/bench_saving.jsonl.
+--batch sequences decode after a prompt of --context tokens. In turns of --steps steps nothing is saved, or a retained
+prompt of --saved tokens is, again and again, with no pause. For that the medium forgets its pages, and they are saved
+once more. Of each pair of turns that follow one another the ratio of the medians counts. Pages a second show whether
+saving keeps up: those that are saved, those that the steps fill meanwhile, and those that prompts fill where nothing
+else is computed. Prints one JSON line; --write appends it to perf/results/bench_saving.jsonl.
 
     python perf/bench_saving.py --pairs 20 --write
 """
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def measure(path: Path, args: argparse.Namespace, medium: dict[str, Any]) -> dict[str, Any]:
-    """Of one medium."""
+    """Measures one medium."""
     player = SavingDecoder(path, args, medium)
     took: dict[bool, list[float]] = {False: [], True: []}
     ratios, rates, pressure = list[float](), list[float](), list[float]()

@@ -1,8 +1,10 @@
-"""Load that a server must hold: overload refused and not suffered, nothing left behind by clients that leave.
+"""Load that a server must hold: overload is refused and not suffered, and clients that leave take all their state with
+them.
 
-Starts a server with the shipped model and tries it in phases: a closed loop that finds its peak, arrivals at a
-multiple of that peak, both in turns, and a mixture with clients that disconnect and requests that are wrong.
-Prints one JSON line; exit status 1 where a limit was missed. --write appends it to perf/results/bench_serve_load.jsonl.
+Starts a server with the shipped model and tries it in phases. They are a closed loop that finds its peak, arrivals at a
+multiple of that peak, and both in turns. The last is a mixture with clients that disconnect and requests that are
+wrong. Prints one JSON line; exit status 1 where a limit was missed. --write appends it to
+perf/results/bench_serve_load.jsonl.
 
     python perf/bench_serve_load.py --minutes 10 --requests 10000 --write
 """
@@ -37,7 +39,7 @@ TURN_S = 12.0
 PATIENCE_S = 120.0  # of silence in a request, and for everything to end
 WRONG: tuple[dict[str, Any], ...] = (
     {"prompt": []}, {"prompt": [-1]}, {"prompt": "x", "max_tokens": -1}, {"prompt": "x", "n": 10**6},
-    {"prompt": "x", "temperature": -1}, {"prompt": "x", "model": "nobody"}, {"prompt": [5] * 10**4}, {},
+    {"prompt": "x", "temperature": -1}, {"prompt": "x", "model": "unknown"}, {"prompt": [5] * 10**4}, {},
 )  # fmt: skip
 
 
@@ -52,13 +54,13 @@ class ServerLoad:
         self._rng = random.Random(seed)
 
     def body(self) -> dict[str, Any]:
-        """A request that nobody has sent before."""
+        """A request that was never sent before."""
         input_len, output_len = self._lengths
         prompt = [self._rng.randrange(2, self._vocab) for _ in range(input_len)]
         return body_of(COMPLETIONS, self._model, prompt, output_len, ignore_eos=True, temperature=0.0)
 
     async def peak(self, streams: int, seconds: float) -> dict[str, float]:
-        """Tokens and requests per second of ``streams`` clients that send one request behind the other."""
+        """Tokens and requests per second of ``streams`` clients that send one request after the other."""
         answers: list[Answer] = []
 
         async def client(http: aiohttp.ClientSession) -> None:
@@ -219,8 +221,8 @@ async def _rss_after(server: Server, seconds: float) -> int:
 
 
 async def in_turns(load: ServerLoad, args: argparse.Namespace, requests_per_s: float) -> dict[str, Any]:
-    """What is served of too many requests, as a share of the peak beside it: a machine that others use too is not
-    equally fast from one minute to the next.
+    """Returns the served part of too many requests, as a share of the peak at about the same time. A machine that
+    others use too is not equally fast from one minute to the next.
     """
     peaks, loads, failed = list[float](), list[float](), 0.0
     for _ in range(args.rounds):

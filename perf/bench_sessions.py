@@ -1,11 +1,12 @@
-"""Seconds to the first token of each turn of a few conversations, by where their KV sleeps meanwhile, beside computing
-them anew. Conversations take turns, so that each other's KV pushes theirs out of a pool that holds one of them.
+"""Seconds to the first token of each turn of a few conversations, by where their KV is kept meanwhile, compared with
+computing them anew. Conversations take turns, so that each other's KV pushes theirs out of a pool that holds one of
+them.
 
-none      nothing is kept: each turn computes the whole conversation
-pool      the pool holds all of them
-host      a pool of --kv-memory, and host memory beside it
-file      the same pool, and a directory
-layered   the same pool, host memory of --host-memory, which holds one conversation, and a directory behind it
+- none: nothing is kept, and each turn computes the whole conversation
+- pool: the pool holds all of them
+- host: a pool of --kv-memory, and host memory
+- file: the same pool, and a directory
+- layered: the same pool, host memory of --host-memory, which holds one conversation, and a directory
 
 All play the same conversations, in turns; a turn is asked for when the one before has been answered. At the end the
 next turns of all conversations are asked for at once: a line, whose KV is fetched ahead where that can be. Prints a
@@ -45,7 +46,9 @@ class ReplayedChat:
         self.said: dict[int, list[int]] = {}
 
     def turn(self, number: int, new: list[int]) -> tuple[float, float]:
-        """Of conversation ``number``: seconds to the first token, and the share of what was said that was there."""
+        """Asks a turn of conversation ``number``: seconds to the first token, and the share of the conversation that
+        was there.
+        """
         before = len(self.said.get(number, []))
         self.said[number] = [*self.said.get(number, []), *new]
         name = str(number) if self._keeps else None
@@ -80,7 +83,7 @@ def main() -> None:
     parser.add_argument("--opening", type=int, default=600, help="tokens of the first turn")
     parser.add_argument("--new", type=int, default=60, help="tokens that each other turn adds")
     parser.add_argument("--answer", type=int, default=8)
-    parser.add_argument("--kv-memory", default="18MiB", help="of a pool that has something beside it")
+    parser.add_argument("--kv-memory", default="18MiB", help="of a pool that has storage")
     parser.add_argument("--host-memory", default="20MiB", help="before the directory")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()

@@ -1,9 +1,11 @@
-"""Requests served by an engine that keeps all KV, and by one that keeps some (--kv-sparsity evict), in the same memory:
-tokens a second and the time to the first token, by how many clients send one request behind the other.
+"""Requests served by an engine that keeps all KV, and by one that keeps some (--kv-sparsity evict), in the same memory.
+It prints tokens a second and the time to the first token, by the number of clients that send one request after the
+other.
 
 Devices are emulated: the compute worker and the memory worker sleep as long as a card that has Llama-3-8B in bfloat16
-would take: 16 ms to read the weights, 0.1 ms of products for each row, 1 TB/s of K and V (docs/sparsity.md). Processes,
-messages, plans, scores and drops are real. Where memory does not suffice, requests wait or are preempted.
+would take. That is 16 ms to read the weights, 0.1 ms of products for each row, and 1 TB/s of K and V
+(docs/sparsity.md). Processes, messages, plans, scores and drops are real. Where memory does not suffice, requests wait
+or are preempted.
 
     python perf/bench_sparse_load.py --write
 """
@@ -38,8 +40,8 @@ LIMIT_S = 1.0  # of the time to the first token, in the median
 
 
 def serve(engine: Engine, clients: int, rounds: int, prompt: int, answer: int) -> dict[str, float]:
-    """Each client sends a request when its last one has ended. Counted are ``rounds`` ends for each client, from the
-    first end of all on, and the first tokens of whoever begins meanwhile.
+    """Each client sends a request when its last one has ended. ``rounds`` ends count for each client, from the first
+    end of all on, and the first tokens of requests that begin meanwhile.
     """
     rng, params = random.Random(clients), SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
     running, ends, firsts = set[int](), list[float](), list[float]()

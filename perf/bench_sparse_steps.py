@@ -1,7 +1,7 @@
-"""What a decode step of a whole engine takes by --kv-sparsity: engines that keep and attend all, evict and select,
-alike but for that, decode in turns of a few steps on the same cores. Wall time of a step, tokens a second, CPU time of
-the workers, K and V that attention reads, and what of the time is attention and scoring. The model has random weights,
-and so few of them that attention takes most of the time.
+"""The time of a decode step of a whole engine by --kv-sparsity. Engines that keep and attend all, evict and select are
+alike but for that, and decode in turns of a few steps on the same cores. Wall time of a step, tokens a second, CPU time
+of the workers, K and V that attention reads, and what of the time is attention and scoring. The model has random
+weights, and so few of them that attention takes most of the time.
 
 Prints a JSON line; --write appends it to perf/results/bench_sparse_steps.jsonl.
 
@@ -29,7 +29,10 @@ FORMS = "none", "evict", "select"
 def steps_of(
     batch: int, length: int, turns: int, options: dict[str, Any], forms: list[str], layers: int, heads: int
 ) -> dict[str, Any]:
-    """Of ``batch`` prompts of ``length`` tokens, by form. ``heads``: that have K and V; four times as many have Q."""
+    """Measures steps of ``batch`` prompts of ``length`` tokens, by form.
+
+    ``heads``: that have K and V; four times as many have Q.
+    """
     shape = {**SHAPE, "num_hidden_layers": layers, "num_key_value_heads": heads, "num_attention_heads": 4 * heads}
     draw = random.Random(0)
     prompts = [[draw.randrange(5, 1000) for _ in range(length)] for _ in range(batch)]
@@ -52,7 +55,9 @@ def steps_of(
             spent = {x: {name: after[x][name] - before[x][name] for name in after[x]} for x in players}
 
             def of_a_step(what: str, unit: float, digits: int) -> dict[str, float]:
-                """Of a row of each sequence: while one waits for its scores, the others have theirs."""
+                """Returns the time of a row of each sequence: while one waits for its scores, the others
+                have theirs.
+                """
                 return {x: round(each[what] / each["rows"] * batch / unit, digits) for x, each in spent.items()}
 
             medians = {name: each["median"] for name, each in line["step_s"].items()}
@@ -75,8 +80,8 @@ def steps_of(
 def of_budget_bytes(
     spent: dict[str, dict[str, float]], layers: int, token: int, *, kv_budget: int, kv_full_layers: int
 ) -> dict[str, list[float]]:
-    """What a row reads, as a share of all KV in the full layers and the budget in the others; and of these alone.
-    ``token``: bytes in one layer.
+    """Returns what a row reads, as a share of all KV in the full layers and the budget in the others; and of these
+    alone. ``token``: bytes in one layer.
     """
     each = {name: x["stored_bytes"] / x["rows"] for name, x in spent.items()}
     whole, least = each["none"] * kv_full_layers / layers, (layers - kv_full_layers) * kv_budget * token
@@ -85,7 +90,7 @@ def of_budget_bytes(
 
 
 def counted(player: DecodeLamina) -> dict[str, float]:
-    """What the memory workers have read and spent so far, and the rows that they had."""
+    """Returns what the memory workers have read and spent so far, and the rows that they had."""
     memory = [counters for name, counters in player.llm.stats().items() if name.startswith("memory")]
     return {name: sum(each[name] for each in memory) for name in ("stored_bytes", "attend_s", "score_s", "rows")}
 
@@ -100,7 +105,7 @@ def main() -> None:
     parser.add_argument("--full-layers", type=int, default=1, help="of these, those that keep all")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument(
-        "--forms", nargs="+", default=list(FORMS), choices=FORMS, help="the first: what others are beside"
+        "--forms", nargs="+", default=list(FORMS), choices=FORMS, help="the first is the reference of the others"
     )
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()

@@ -1,13 +1,14 @@
-"""What a loan costs a step (arXiv 2401.02669, figure 11), and a small replay of short and long prompts by partition.
+"""The cost of a loan for a step (arXiv 2401.02669, figure 11), and a small replay of short and long prompts by
+partition.
 
 loans: one sequence decodes with all of its K and V at home, and with half of them on loan, in turns of a few steps on
-the same cores: two engines of a compute worker and two memory workers each, alike but for their memory. Wall time of a
-step, and CPU time of all workers of an engine, which depends little on who else uses the machine. With --slow N devices
-and link are emulated, N times as slow as a layer of Llama 8B on an H100, its K and V on H20, behind 25 Gb/s and 10 us:
-so what this host's processes take themselves counts for little.
-replay: the shipped model serves a mix of prompts, of which some are long, over two memory workers of little memory, by
-each partition in turn. Tokens a second, rounds, bytes to and from memory workers, preemptions. Figure 8 at the size of
-its shapes is modelled: perf/model_spill.py.
+the same cores. Two engines of a compute worker and two memory workers each are alike but for their memory. Wall time of
+a step, and CPU time of all workers of an engine, which depends little on who else uses the machine. With --slow N
+devices and link are emulated. They are N times as slow as a layer of Llama 8B on an H100, its K and V on H20, over 25
+Gb/s and 10 us. The time of this host's processes themselves then counts for little. replay: the shipped model serves a
+mix of prompts, of which some are long, over two memory workers of little memory, by each partition in turn. Tokens a
+second, rounds, bytes to and from memory workers, preemptions. Figure 8 at the size of its shapes is modelled:
+perf/model_spill.py.
 
 Prints JSON lines; --write appends them to perf/results/bench_spill.jsonl.
 
@@ -53,7 +54,9 @@ def emulated(slow: float) -> str:
 
 
 def loans(length: int, turns: int, transport: str, slow: float) -> dict[str, Any]:
-    """Of a sequence of ``length`` tokens: medians of steps at home and half on loan, and CPU seconds of a step."""
+    """Measures a sequence of ``length`` tokens: medians of steps at home and half on loan, and CPU seconds
+    of a step.
+    """
     prompt, tokens = [7 * n % 1000 for n in range(length)], (turns + 4) * (TURN_STEPS + 1)
     options: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -83,7 +86,7 @@ def loans(length: int, turns: int, transport: str, slow: float) -> dict[str, Any
 
 
 def kv_bytes(tokens: int) -> int:
-    """Of SHAPE in bfloat16."""
+    """Returns the KV bytes of SHAPE in bfloat16."""
     from lamina.ops.attention.spec import AttentionSpec
     from lamina.protocol.step_plan import LayerShape
 
@@ -92,7 +95,7 @@ def kv_bytes(tokens: int) -> int:
 
 
 def lent(llm: LLM) -> float:
-    """Of the blocks that memory workers use, the share that lies with a creditor."""
+    """Returns the share, of the blocks that memory workers use, that lies with a creditor."""
     scheduler = llm.engine.scheduler
     used = sum(sum(n) for n in llm.engine.worker_info.num_blocks) - sum(scheduler.available_blocks)
     return round(sum(scheduler.borrowed_blocks or []) / used, 3)
@@ -119,7 +122,7 @@ def alternate(players: dict[str, DecodeLamina], turns: int) -> dict[str, Any]:
 
 
 def cpu_s(llm: LLM) -> float:
-    """That all workers of an engine have used."""
+    """Returns the CPU seconds that all workers of an engine have used."""
     ticks = 0
     for pid in llm.pools.pids.values():
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -164,7 +167,7 @@ def replay(share: float, rounds: int, transport: str) -> dict[str, Any]:
 
 
 def told(llm: LLM, seconds: list[float], tokens: int) -> dict[str, Any]:
-    """Of all its rounds."""
+    """Returns the reports of all its rounds."""
     memory = [v for k, v in llm.stats().items() if k.startswith("memory")]
     return {
         "seconds": spread(seconds),

@@ -1,9 +1,9 @@
-"""Prompts on prefill workers that share their layers: the time beside that of one worker that has all.
+"""Prompts on prefill workers that share their layers: the time over that of one worker that has all.
 
 Devices are emulated (a slice takes so long for each row); processes, messages, the cut that crosses, and the K and V
 that all stages send are real. Numbers of stages take turns. A prompt of N chunks on X stages takes N + X - 1 times what
-the slowest stage takes for a chunk, where one worker takes N times what all together take. Prints a table and JSON
-lines; --write appends those to perf/results/bench_stages.jsonl. Tokens are compared.
+the slowest stage takes for a chunk. One worker takes N times what all together take. Prints a table and JSON lines;
+--write appends those to perf/results/bench_stages.jsonl. Tokens are compared.
 
     python perf/bench_stages.py --write
 """
@@ -99,7 +99,7 @@ def measure(
 
 
 def row(tokens: int, stages: int, seconds: dict[Any, list[float]], args: argparse.Namespace) -> dict[str, Any]:
-    """The time of a prompt beside that of one worker, and what it should be by the slices of each stage. The last slice
+    """The time of a prompt over that of one worker, and what it should be by the slices of each stage. The last slice
     of all runs for one row alone, which is nothing.
     """
     chunks = -(-tokens // args.chunk)

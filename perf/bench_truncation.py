@@ -1,11 +1,11 @@
-"""What truncation without recomputation costs in quality: nats a token of the shipped model on held-out text, behind a
-context that was cut, by what its KV is; and the share of questions that it answers behind a cut.
+"""The cost of truncation without recomputation in quality. One measure is nats a token of the shipped model on held-out
+text, after a context that was cut, by what its KV is. The other is the share of questions that it answers after a cut.
 
-Each text fills the context but for --new tokens; --ratio of the context goes, behind the first --keep tokens; the next
---new tokens are scored behind what is left, and the first NEAR of them apart: further on new text, whose KV is always
-right, tells the model more and more of what it needs. "moved": its KV is kept, and K is rotated as a memory worker
-does; "naive": kept and not rotated; "recomputed": what is left is computed anew. Differences are paired by text.
-Questions are about one of four pairs that were stated 1,024 tokens before, behind the discarded ones; the cut comes
+Each text fills the context but for --new tokens. --ratio of the context goes, after the first --keep tokens. The next
+--new tokens are scored after what is left, and the first NEAR of them apart. Further on, new text, whose KV is always
+right, gives the model more and more of what it needs. "moved": its KV is kept, and K is rotated as a memory worker
+does. "naive": kept and not rotated. "recomputed": what is left is computed anew. Differences are paired by text.
+Questions are about one of four pairs that were stated 1,024 tokens before, after the discarded ones; the cut comes
 between statement and question. Prints one JSON line; --write appends it to perf/results/bench_truncation.jsonl.
 
     python perf/bench_truncation.py --texts 200 --write
@@ -50,7 +50,7 @@ class Scorer:
 
     @torch.inference_mode()
     def nats(self, history: Tensor, new: Tensor) -> dict[str, Tensor]:
-        """Of each token of ``new`` [n] but the first: [n - 1], by way."""
+        """Returns nats of each token of ``new`` [n] but the first: [n - 1], by way."""
         length = len(history) - self._gone
         logits = {way: self._logits(cache, length, new) for way, cache in self._cut(history).items()}
         loss = torch.nn.functional.cross_entropy
@@ -58,7 +58,7 @@ class Scorer:
 
     @torch.inference_mode()
     def answers(self, history: Tensor, new: Tensor, answer: list[int]) -> dict[str, bool]:
-        """Whether the greedy continuation of ``new`` is ``answer``, by way."""
+        """Returns whether the greedy continuation of ``new`` is ``answer``, by way."""
         right, length = dict[str, bool](), len(history) - self._gone
         for way, cache in self._cut(history).items():
             given, told, at = new, list[int](), length

@@ -1,9 +1,9 @@
-"""Seconds of jobs whose KV is saved beside the pool, as their pages fill and at the end: CachedAttention's figure 20
-(arXiv 2403.19708). Compute worker and medium are emulated: to save a prompt of 1,000 tokens takes SAVED of the time in
-which it is computed and 20 tokens are decoded. All else is real.
+"""Seconds of jobs whose KV is offloaded, as their pages fill and at the end: CachedAttention's figure 20 (arXiv
+2403.19708). Compute worker and medium are emulated: to save a prompt of 1,000 tokens takes SAVED of the time in which
+it is computed and 20 tokens are decoded. All else is real.
 
-at the end   each job's pages are saved once it has ended, and the next job begins behind that
-as they fill as the product does: the next job begins at once
+- at the end: each job's pages are saved once it has ended, and the next job begins after that
+- as they fill: as the product does, the next job begins at once
 
 Prompts of 1,000, 1,300 and 1,600 tokens, which share nothing. Competitors take turns; a turn is --jobs jobs, one after
 the other, and lasts until all is saved. Prints one JSON line; --write appends it to
@@ -42,7 +42,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
 
 
 class SavingJobs:
-    """An engine beside a slow medium."""
+    """An engine with a slow medium."""
 
     def __init__(self, path: Path) -> None:
         self._llm = LLM(

@@ -1,4 +1,4 @@
-"""What every benchmark records: commit, host, versions, settings, and the spread of what it measured."""
+"""The fields that every benchmark records: commit, host, versions, settings, and the spread of what it measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class BrokenError(Exception):
-    """What was to be shown does not hold."""
+    """The claim to be shown does not hold."""
 
 
 def line_of(process: subprocess.Popen[str], timeout_s: float) -> str:
@@ -29,10 +29,10 @@ def line_of(process: subprocess.Popen[str], timeout_s: float) -> str:
     fd, line, deadline = process.stdout.fileno(), bytearray(), monotonic() + timeout_s
     while not line.endswith(b"\n"):
         if not select.select([fd], [], [], max(0.0, deadline - monotonic()))[0]:
-            raise RuntimeError(f"a process said no line within {timeout_s:g} s: {process.args!r}")
+            raise RuntimeError(f"a process printed no line within {timeout_s:g} s: {process.args!r}")
         byte = os.read(fd, 1)  # no more: others read on where this one ends
         if not byte:
-            raise RuntimeError(f"a process ended before it said a line: {process.args!r}")
+            raise RuntimeError(f"a process ended before it printed a line: {process.args!r}")
         line += byte
     return line.decode().strip()
 
@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def host() -> dict[str, Any]:
-    """The machine, in words that identify the hardware and nobody's installation."""
+    """The machine, in words that identify the hardware and no user's installation."""
     import torch
 
     with open("/proc/cpuinfo") as f:
@@ -59,7 +59,7 @@ def host() -> dict[str, Any]:
 
 
 def version(*names: str) -> str:
-    """Of the package that is here under the first of its ``names``, if any."""
+    """Returns the version of the package that is here under the first of its ``names``, if any."""
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)

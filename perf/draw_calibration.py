@@ -1,5 +1,6 @@
-"""Draw how near the Conductor's forecasts came, as an SVG: first tokens of a served run (the newest row with them of
-bench_conductor.jsonl), and steps at the ends of prompts under two rules of --overload (model_rejection.jsonl).
+"""Draws how near the Conductor's forecasts came, as an SVG. One plot has first tokens of a served run (the newest row
+with them of bench_conductor.jsonl), the other steps at the ends of prompts under two rules of --overload
+(model_rejection.jsonl).
 
     python perf/draw_calibration.py docs/calibration.svg
 """
@@ -35,7 +36,7 @@ def main() -> None:
 
 
 def squares() -> list[Square]:
-    """Of all that is recorded."""
+    """Draws squares of all that is recorded."""
     first = [row for row in _rows("bench_conductor") if row.get("first_tokens")]
     drawn = []
     if first:

@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.set_defaults(count=10_000, json=True)
-    parser.add_argument("--minutes", type=float, default=5.0, help="behind which no hit begins (5)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="after which no hit begins (5)")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends, too

@@ -1,9 +1,9 @@
-"""How often rounding changes a drawn token, and whether a drill tells that it was an edge.
+"""The frequency with which rounding changes a drawn token, and whether a drill recognizes that it was an edge.
 
-Logits of a model behind its own texts get noise, as KV that is built again gives them, and each row is drawn again with
+Logits of a model for its own texts get noise, as KV that is built again gives them, and each row is drawn again with
 the same number. A draw that parts is judged by the drill's own verdict, which pushes logits by as much as the largest
-error of some log-probabilities, or up to ten times that; beside it by pushes of one, three and ten times that alone.
-Prints a JSON line; --write appends it to perf/results/drill_edges.jsonl.
+error of some log-probabilities, or up to ten times that. It is also judged by pushes of one, three and ten times that
+alone. Prints a JSON line; --write appends it to perf/results/drill_edges.jsonl.
 
     python perf/drill_edges.py examples/tiny_lm/model --write
 """
@@ -29,7 +29,7 @@ SAMPLER = Sampler(1)
 
 
 def logits_of(path: str, streams: int, tokens: int) -> Tensor:
-    """[rows, V] fp32, behind each token that the model draws behind prompts of a drill."""
+    """[rows, V] fp32, for each token that the model draws after prompts of a drill."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
@@ -59,7 +59,7 @@ def told(token: int) -> StreamRecord:
 
 
 def judge(row: Tensor, temperature: float, seed: int, tokens: tuple[int, int], error: float) -> tuple[bool, bool]:
-    """Whether an undisturbed run tells the second of two tokens with some push, and with one of fixed size."""
+    """Returns whether an undisturbed run yields the second of two tokens with some push, and with one of fixed size."""
     body, (one, other) = {"temperature": temperature}, tokens
 
     def read(body: dict[str, Any]) -> StreamRecord:

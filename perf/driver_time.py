@@ -1,4 +1,4 @@
-"""What Lamina's driver takes of a round: Engine and Scheduler alone, over a wire whose rounds take no time.
+"""The time that Lamina's driver takes of a round: Engine and Scheduler alone, over a wire whose rounds take no time.
 
 The planner's constants driver_round and driver_row are a line through these numbers. JSON lines.
 """

@@ -1,7 +1,7 @@
 """Everything that needs an NVIDIA GPU, in one run, planned for 10 minutes: ``python perf/gpu_suite.py --write``.
 
-Compiles the kernels, runs the contract suite of the cuda backends, compares every head size with fp64, replays one CUDA
-graph over growing lengths, and measures attention over stored tokens in bytes per second, next to torch's and
+Compiles the kernels, runs the contract suite of the cuda backends, compares every head size with fp64, and replays one
+CUDA graph over growing lengths. It measures attention over stored tokens in bytes per second, next to torch's and
 FlashInferAttention's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu/network.py).
 With two GPUs: ranks that meet over NCCL, against the mesh (gpu/collective.py). End to end: tokens, speed and memory of
 decoding with compute workers on the GPU, next to transformers (gpu/decode.py). A part that fails is recorded, and the
@@ -28,7 +28,7 @@ from common import BrokenError, record, version
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # which has the software NIC
-# What parts import, beside torch; a part that lacks one is recorded as failed, and the others run.
+# Imports of the parts, in addition to torch; a part that lacks one is recorded as failed, and the others run.
 PACKAGES = ("cupy", "hypothesis", "msgspec", "pytest", "pytest_timeout", "safetensors", "transformers", "tqdm")
 BUILT = (
     "lamina.ops.attention._attention",
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if not torch.cuda.is_available():
         said = [run_part(name, parts[name]) for name in COMPILES]
-        notes = "; ".join(str(x.get("said") or x.get("error")) for x in said)
+        notes = "; ".join(str(x.get("summary") or x.get("error")) for x in said)
         print(f"gpu_suite: no NVIDIA GPU that torch {torch.__version__} can use: nothing measured. Compiled: {notes}")
         print(f"skipped: {', '.join(name for name in parts if name not in COMPILES)}")
         return 0
@@ -87,12 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def module(name: str) -> Any:
-    """Of this folder, imported when its part runs: what it lacks is that part's error."""
+    """Returns a module of this folder, imported when its part runs: what it lacks is that part's error."""
     return import_module(name)
 
 
 def missing() -> str:
-    """What the parts need and is not here, and how to get it, in one line; empty: nothing."""
+    """Returns what the parts need and is not here, and how to get it, in one line; empty: nothing."""
     packages = [name for name in PACKAGES if not _is_here(name)]
     built = [name for name in BUILT if not _is_here(name)]
     python = ".".join(platform.python_version_tuple()[:2])
@@ -116,7 +116,7 @@ def _is_here(name: str) -> bool:
 
 
 def run_part(name: str, part: Callable[[], Result]) -> Result:
-    """What the part found, or its error, in the end; and its seconds."""
+    """Returns what the part found, or its error, in the end; and its seconds."""
     start, result = time.perf_counter(), Result()
     try:
         result.update(part())
@@ -143,13 +143,13 @@ def pytest(*arguments: str, limit_s: float) -> Result:
     if run.returncode != 0:
         raise BrokenError("\n".join(said[-30:]) + run.stderr[-500:])
     return {
-        "said": said[-1].strip("= ") if said else "",
+        "summary": said[-1].strip("= ") if said else "",
         "skipped": [line for line in said if line.startswith("SKIPPED")],
     }
 
 
 def compile_kernels() -> Result:
-    """By nvcc and NVRTC, whichever is here, for every architecture."""
+    """Compiles by nvcc and NVRTC, whichever is here, for every architecture."""
     return pytest("tests/ops/attention/test_cuda_compile.py", limit_s=120)
 
 
@@ -169,7 +169,7 @@ def contract() -> Result:
 
 
 def collective() -> Result:
-    """What ranks do together: the contract over ``nccl``, and its time against that of ``mesh``."""
+    """Measures what ranks do together: the contract over ``nccl``, and its time against that of ``mesh``."""
     figures = Result(module("gpu.collective").nccl_against_mesh())
     if "skipped" in figures:
         return figures
@@ -177,7 +177,7 @@ def collective() -> Result:
 
 
 def tokens() -> Result:
-    """Of the shipped model, with compute workers on this GPU and memory workers here and there."""
+    """Compares tokens of the shipped model, with compute workers on this GPU and memory workers here and there."""
     decode = module("gpu.decode")
     shares: Result = decode.tokens_as_transformers(decode.GpuSettings())
     if bad := {n: part for n, part in shares.items() if not isinstance(part, float) or part < decode.LEAST_EQUAL}:

@@ -1,8 +1,8 @@
-"""Memory workers that are killed while KV is saved to a directory and loaded from it. Each request finds its beginning
-beside the pool, which is too small to keep it; as soon as some transfer is under way one memory worker gets SIGKILL, up
-to --spread milliseconds later. Every request must get the tokens that it gets without a store and without kills, blocks
-must all be free behind it, and at the end the directory must have no file that its index does not know, and no damage.
-Prints counts; --write appends a line to perf/results/kv_kills.jsonl.
+"""Memory workers that are killed while KV is saved to a directory and loaded from it. The pool is too small to keep a
+request's beginning, so each request finds it in storage. As soon as some transfer is under way, one memory worker gets
+SIGKILL, up to --spread milliseconds later. Every request must get the tokens that it gets without a store and without
+kills, and blocks must all be free afterwards. At the end the directory must have no file that its index does not know,
+and no damage. Prints counts; --write appends a line to perf/results/kv_kills.jsonl.
 
     python perf/kv_kills.py --kills 200 --write    # 5 minutes of two cores
 """
@@ -72,7 +72,7 @@ class TransferKiller:
         time.sleep(delay_s)
         kinds = {"load" if isinstance(op, LoadKv) else "save" for op in self._moving()}
         os.kill(self._llm.pools.pids[f"memory-{self._draw.randrange(2)}"], signal.SIGKILL)
-        self.hits[" and ".join(sorted(kinds)) or "just behind one"] += 1
+        self.hits[" and ".join(sorted(kinds)) or "just after one"] += 1
 
     def _moving(self) -> list[SaveKv | LoadKv]:
         tier = self._llm.engine.scheduler.features.get(OffloadIndex)
@@ -108,9 +108,9 @@ def check_directory(path: Path) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="(20)")
-    parser.add_argument("--spread", type=float, default=4.0, help="milliseconds behind a transfer's begin (4)")
+    parser.add_argument("--spread", type=float, default=4.0, help="milliseconds after a transfer's begin (4)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds, behind which nobody is killed")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds, after which no worker is killed")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     draw = random.Random(args.seed)
@@ -137,7 +137,7 @@ def main() -> None:
                     answered = answers(llm, some)
                 for prompt, (tokens, had) in zip(some, answered, strict=True):
                     if tokens != wanted[tuple(prompt)]:
-                        raise BrokenError(f"behind {killer.hits}: {tokens} in place of {wanted[tuple(prompt)]}")
+                        raise BrokenError(f"after {killer.hits}: {tokens} in place of {wanted[tuple(prompt)]}")
                     cached, requests = cached + had, requests + 1
                 llm.engine.scheduler.evict_retained()
                 llm.engine.release_idle_blocks()

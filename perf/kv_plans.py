@@ -1,4 +1,4 @@
-"""Random plans for a driver's ledger and for memory workers, beside dicts of tokens: the property of the file
+"""Random plans for a driver's ledger and for memory workers, compared with dicts of tokens: the property of the file
 tests/scheduler/sparsity/test_plans_without_tokens.py for very many seeds. Sequences begin, fork at any token, grow,
 shrink and end, pages are saved and loaded meanwhile, K and V are granted, and plans come twice. Prints counts of what
 happened; --write appends a line to perf/results/kv_plans.jsonl. Ends with an error at a seed that fails, and names it.
@@ -26,7 +26,7 @@ SHARE = 500
 
 
 def share(first: int, seeds: int) -> Counter[str]:
-    """Of so many seeds. Raises BrokenError."""
+    """Checks so many seeds. Raises BrokenError."""
     counts = Counter[str]()
     for seed in range(first, first + seeds):
         try:
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed (0)")
     parser.add_argument("--seeds", type=int, default=10_000, help=f"in shares of {SHARE} (10000)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (a core each)")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds, behind which no share begins")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds, after which no share begins")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     counts, began = Counter[str](), time.monotonic()

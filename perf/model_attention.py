@@ -1,10 +1,10 @@
 """Modelled: the share of its memory's bandwidth that a GPU's attention should get, before any GPU has run it.
 
-From what can be counted without one: the instructions that a warp runs for a tile of 16 tokens (gpu/sass.py), the
-warps that fit by registers and shared memory, the bytes that they have on their way, and how evenly a plan deals out a
-step. From what cannot, ASSUMED and named as such in the row: cycles that a warp alone takes for an instruction, the
-latency of memory under load, the clock, and the part of the data sheet's bandwidth that a plain read gets. A share is
-that of a plain read; gpu_suite.py will measure both.
+Some inputs can be counted without one: the instructions that a warp runs for a tile of 16 tokens (gpu/sass.py), and the
+warps that fit by registers and shared memory. Others are the bytes that warps have in flight, and how evenly a plan
+deals out a step. Other inputs are ASSUMED and named as such in the row: cycles that a warp alone takes for an
+instruction, and the latency of memory under load. So are the clock, and the part of the data sheet's bandwidth that a
+plain read gets. A share is that of a plain read; gpu_suite.py will measure both.
 
     python perf/model_attention.py --write
 """
@@ -26,8 +26,8 @@ from lamina.ops.attention.cuda_geometry import CHUNK_TOKENS, TILE_TOKENS, GpuLim
 CYCLES = 4.0  # of a warp that runs alone, for an instruction
 LATENCY_S = 1e-6  # of memory, under load
 READ = 0.92  # of the data sheet's bandwidth, that a plain read gets
-CHUNK_INSTRUCTIONS = 480  # beside its tiles: sums are closed, merged and saved; read off sm_90's code
-TASK_TILES = 4.0  # the time of a task beside its chunks, in tiles: its ring fills, its node meets the sibling
+CHUNK_INSTRUCTIONS = 480  # in addition to its tiles: sums are closed, merged and saved; read off sm_90's code
+TASK_TILES = 4.0  # the time of a task in addition to its chunks, in tiles: its ring fills, its node meets the sibling
 KV_HEADS, GROUP = 8, 4
 PROMPTS, PROMPT_TILE = (512, 1024, 2048, 8192), 16  # rows; queries of a tile
 
@@ -58,13 +58,13 @@ AIM = {"share": 0.85, "H200 TB/s": 3.9}
 
 
 def tile_bytes(variant: Variant) -> int:
-    """Of K and V."""
+    """Returns the bytes of K and V."""
     return TILE_TOKENS * (variant.qk_dim + variant.v_dim) * (1 if variant.stored else 2)
 
 
 def bounds(variant: Variant, gpu: Gpu, instructions: float) -> dict[str, float]:
-    """TB/s that a GPU's warps can take in: by the bytes on their way, each warp by its own instructions, and all of a
-    multiprocessor by the four that it issues in a cycle.
+    """TB/s that a GPU's warps can take in: by the bytes in flight, and by each warp's own instructions. For
+    a whole multiprocessor, the limit is the four instructions that it issues in a cycle.
     """
     warps, nbytes = variant.warps(gpu.limits), tile_bytes(variant)
     return {
@@ -98,14 +98,14 @@ def tasks_of(lengths: Sequence[int], level: int) -> Iterator[float]:
 
 
 def prompt_tasks(rows: int) -> list[float]:
-    """Of the rows of one prompt over each other; the last ones first."""
+    """Returns the tasks of the rows of one prompt over each other; the last ones first."""
     tiles = reversed(range(0, rows * GROUP, PROMPT_TILE))
     return [(query + PROMPT_TILE) / GROUP / TILE_TOKENS + TASK_TILES for query in tiles for _ in range(KV_HEADS)]
 
 
 def busy(each: Sequence[float], warps: int, spare: float) -> float:
-    """How much of the time is that of tiles, not of tasks, nor waited for. Warps share all there is evenly, and none
-    takes more than ``spare`` times its part; whoever is done takes the next task.
+    """Returns how much of the time is that of tiles, not of tasks, nor waited for. Warps share all there is evenly, and
+    none takes more than ``spare`` times its part; a warp that is done takes the next task.
     """
     tasks = iter(each)
     active = list(islice(tasks, warps))
@@ -121,12 +121,12 @@ def busy(each: Sequence[float], warps: int, spare: float) -> float:
 
 
 def decode_share(lengths: Sequence[int], warps: int, spare: float) -> float:
-    """Of a read's bandwidth that a decode step gets; ``spare``: what the warps could take of it."""
+    """Returns the share of a read's bandwidth that a decode step gets; ``spare``: what the warps could take of it."""
     return min(1.0, spare) * busy(list(tasks_of(lengths, level_of(lengths, warps))), warps, max(1.0, spare))
 
 
 def model(variant: Variant, gpu: Gpu) -> dict[str, object]:
-    """What is counted, what follows from it, and the share for each shape."""
+    """Returns what is counted, what follows from it, and the share for each shape."""
     copies = tile_bytes(variant) // 512 + (1 if variant.stored else 0)
     count = of_tile(attend(variant, gpu.architecture), copies)
     instructions, warps = sum(count.values()), variant.warps(gpu.limits)

@@ -1,12 +1,12 @@
 """Sequences that outgrow their deployment: borrow for what does not fit, or build anew on twice as many memory workers
 (arXiv 2401.02669, figure 9). Modelled, not measured.
 
-A batch of Llama 3 70B on two H100 grows from a short prompt to so many tokens each; one H20 holds 8,192 of each, and is
-behind a link of 400 Gb/s. Who borrows has the rest with creditors of the same kind behind a slower link, and goes on
-where it is. Who builds anew stops whenever memory is full, and computes K and V of all tokens so far on twice as many
-H20: starting processes and loading weights takes no time here, which favours it. Times are those of the planner's cost
-model; messages of a step are Q and partial results of every worker that has some. Prints a line for each length;
---write appends them to perf/results/model_growth.jsonl.
+A batch of Llama 3 70B on two H100 grows from a short prompt to so many tokens each. One H20 holds 8,192 of each, over a
+link of 400 Gb/s. A deployment that borrows has the rest with creditors of the same kind over a slower link, and goes on
+where it is. A deployment that builds anew stops whenever memory is full, and computes K and V of all tokens so far on
+twice as many H20. Starting processes and loading weights takes no time here, which favours it. Times are those of the
+planner's cost model; messages of a step are Q and partial results of every worker that has some. Prints a line for each
+length; --write appends them to perf/results/model_growth.jsonl.
 
     python perf/model_growth.py --write        # a second
 """
@@ -29,7 +29,7 @@ FLOAT, NODES = 4, 2  # of the merge tree, of a run that begins where home ends
 
 
 class Growth:
-    """Of ``batch`` sequences. ``near``, ``far``: links of a deployment's own workers, and of creditors."""
+    """The growth of ``batch`` sequences. ``near``, ``far``: links of a deployment's own workers, and of creditors."""
 
     def __init__(self, batch: int, near: str, far: str) -> None:
         model, given, rate = paper_models()["llama3-70b"], constants(), baseline("ideal")
@@ -55,8 +55,8 @@ class Growth:
         return sum(part(self._where, rows).seconds for part in parts)
 
     def _step(self, stored: int, at_one: int, *, far: bool) -> float:
-        """Of sequences with ``stored`` tokens, of which the worker with the most has ``at_one``; others have those that
-        are left, each as much at most.
+        """Returns the time of a step of sequences with ``stored`` tokens, of which the worker with the most has
+        ``at_one``; others have the rest, each as much at most.
         """
         costs, (attention,) = self._costs, self._costs.model.attentions
         memory, layers, rows = DEVICES["h20"], costs.model.num_layers, self._batch
@@ -65,7 +65,7 @@ class Growth:
         there = rows * (attention.q_bytes + attention.kv_message_bytes)
         back = rows * attention.heads * FLOAT * (attention.o_bytes // attention.heads // 2 + 1)
         wire = near.round_trip_s + (there + back) / near.bandwidth(memory)
-        if far:  # beside home's: several nodes come back
+        if far:  # in addition to home's: several nodes come back
             wire = max(wire, slow.round_trip_s + (rows * attention.q_bytes + NODES * back) / slow.bandwidth(memory))
         return self._slices(rows) + layers * (reading + wire)
 

@@ -1,11 +1,11 @@
-"""Whether it pays to settle debts in circles (DistAttention's figure 10, arXiv 2401.02669): modelled, not measured.
+"""The gain from settling debts in circles (DistAttention's figure 10, arXiv 2401.02669): modelled, not measured.
 
 Instances of 40 blocks each lend and borrow by the shipped policy, on a virtual clock over a network that loses nothing
 (simulation.lending). Requests come by chance, most of few blocks, some of more than an instance has. A request goes on
-as fast as its instance does, and that is slower by the part of its data that is on loan, times how much slower a
-creditor's link is. Data of requests that end is freed where it lies. Prints requests a second and the part on loan,
-with and without settlements, and where instead nobody lends who borrows, so that there are no circles; --write appends
-a line for each to perf/results/model_lending.jsonl.
+as fast as its instance does. That is slower by the part of its data that is on loan, times how much slower a creditor's
+link is. Data of requests that end is freed where it lies. Prints requests a second and the part on loan, with and
+without settlements, and where instead no debtor lends, so that there are no circles. --write appends a line for each to
+perf/results/model_lending.jsonl.
 
     python perf/model_lending.py --write        # half a minute of CPU
 """

@@ -1,14 +1,14 @@
-"""Modelled: how many requests a second Mooncake's pools serve within its limits, beside instances that do both.
+"""Modelled: how many requests a second Mooncake's pools serve within its limits, compared with instances that do both.
 
-The shapes of table 1 of Mooncake (arXiv 2407.00079) and the limits of its sections 2 and 7.1.3, on its pools: prefill
-instances under the shipped Conductor and instances that decode, on the virtual clock of `plan simulate`. The
-others are as many engines of the shipped scheduler that compute prompts in the steps of those that decode: whole, as
-vLLM did then, or in chunks, as it does now; they get requests in turns. An instance is a host of eight A100, peak rates
-times the shares below, with LLaMA2-70B. Arrivals are Poisson, lengths vary by half around the mean of table 1. A rate
-is kept where 0.9 of first tokens come within --ttft times, and 0.9 of gaps between tokens are within --tbt times, of
-what a request alone takes; of the real data, within 30 s and 0.1 s. The paper does not say of what 0.9 is taken: rows
-are by all gaps ("gaps"), and by the longest of each request ("longest"). Transfers from prefill to decoding hide behind
-prefill. Nothing is computed. Prints a table; --write appends JSON lines to perf/results/model_mooncake.jsonl.
+The shapes are those of table 1 of Mooncake (arXiv 2407.00079), with the limits of its sections 2 and 7.1.3. Its pools
+are prefill instances under the shipped Conductor and instances that decode, on the virtual clock of `plan simulate`.
+The others are as many engines of the shipped scheduler that compute prompts in the steps of those that decode, and get
+requests in turns. Prompts are whole, as in vLLM then, or in chunks, as in vLLM now. An instance is a host of eight
+A100, peak rates times the shares below, with LLaMA2-70B. Arrivals are Poisson, lengths vary by half around the mean of
+table 1. A rate is kept where 0.9 of first tokens come within --ttft times, and 0.9 of gaps between tokens within --tbt
+times, of what a request alone takes. For the real data, the limits are 30 s and 0.1 s. The paper does not say of what
+0.9 is taken: rows are by all gaps ("gaps"), and by the longest of each request ("longest"). Prefill hides transfers to
+decoding. Nothing is computed. Prints a table; --write appends JSON lines to perf/results/model_mooncake.jsonl.
 
     python perf/model_mooncake.py --write
 """
@@ -40,7 +40,7 @@ from lamina.tools.plan.simulator.clock import VirtualClock
 from lamina.tools.plan.simulator.conducted_run import SimulatedPools, SimulatedPoolSpec, TracedPrompt
 from lamina.tools.plan.simulator.lossless import RoundLoad, SimulatedPool
 
-CARDS, FLOPS_SHARE, READ_SHARE, IN_USE = 8, 0.5, 0.8, 0.9  # of a host; of peak; of memory
+CARDS, FLOPS_SHARE, READ_SHARE, IN_USE = 8, 0.5, 0.8, 0.9  # cards of a host, shares of peak, and share of memory
 PARAMETERS, LAYERS, WIDTH, KV_WIDTH = 70e9, 80, 8192, 1024  # of LLaMA2-70B, bf16
 NETWORK_BYTES = 100e9  # a second, of a host: 800 Gb/s
 PAGE, MOST, CHUNK = 512, 1 << 8, 2048
@@ -57,7 +57,7 @@ class Lateness(NamedTuple):
     gaps: list[float]
 
     def kept(self, what: str) -> bool:
-        """Whether enough first tokens are in time, and enough of ``what``."""
+        """Returns whether enough first tokens are in time, and enough of ``what``."""
         return all(sum(x <= 1.0 for x in each) >= KEPT * len(each) for each in (self.first, getattr(self, what)))
 
 
@@ -65,8 +65,8 @@ System = Callable[[list[TracedPrompt]], Lateness]
 
 
 class Table1(NamedTuple):
-    """A row of table 1: means of tokens, the part of a prompt that others begin with too, the pools that serve it, and
-    what was published: requests a second more than with vLLM, in percent.
+    """A row of table 1: means of tokens, the part of a prompt that others begin with too, and the pools that serve it.
+    The last value is what was published: requests a second more than with vLLM, in percent.
     """
 
     name: str
@@ -109,7 +109,7 @@ class HostLaws(NamedTuple):
         )  # fmt: skip
 
     def round_s(self, load: RoundLoad) -> float:
-        """Of a step that has rows of prompts too: their pairs beside what decoding reads."""
+        """Returns the time of a step that has rows of prompts too: their pairs, and what decoding reads."""
         stored, pairs = sum(step.stored for step in load.steps), sum(step.pairs for step in load.steps)
         step_s = self.decode.seconds(load.rows, stored - load.decoding)
         return step_s + 2.0 * self.prefill.c * max(0, pairs - stored)
@@ -188,7 +188,7 @@ def most_rate(shape: Table1, host: HostLaws, what: str, run: Callable[[float], L
     while keeps(high):
         low, high = high, 2 * high
         if high > 100 * hosts / host.prefill.seconds(shape.prompt):
-            raise BrokenError(f"{shape.name}: all come so soon that nobody is late: take more --requests")
+            raise BrokenError(f"{shape.name}: all come so soon that none is late: take more --requests")
     for _ in range(STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if keeps(middle) else (low, middle)
@@ -196,7 +196,10 @@ def most_rate(shape: Table1, host: HostLaws, what: str, run: Callable[[float], L
 
 
 def pooled(host: HostLaws, prefill: int, decode: int, limits: Limits, arrivals: list[TracedPrompt]) -> Lateness:
-    """By the Conductor, policy mooncake: it is given the true laws. Steps that decode are alike: the longest counts."""
+    """Serves by the Conductor, policy mooncake: it is given the true laws.
+
+    Steps that decode are alike: the longest counts.
+    """
     conductor = Conductor(
         config=ConductorConfig(policy="mooncake"), prefix_index=BoundedPrefixIndex(host.tokens // PAGE),
         prefill_latency=PrefillLatencyEstimator(host.prefill), transfer_latency=TransferLatencyEstimator(host.moves),
@@ -218,7 +221,7 @@ def pooled(host: HostLaws, prefill: int, decode: int, limits: Limits, arrivals: 
 
 
 def coupled(host: HostLaws, hosts: int, chunk: int, limits: Limits, arrivals: list[TracedPrompt]) -> Lateness:
-    """By engines that do both; nothing is kept of prompts. All gaps."""
+    """Serves by engines that do both; nothing is kept of prompts. All gaps."""
     longest = max(a.prompt.tokens + a.answer for a in arrivals)
     pool = SimulatedPool(
         layers=1, blocks=host.tokens // 128, block=128, longest=longest, most=MOST, chunk=chunk or longest

@@ -1,9 +1,9 @@
 """Modelled: how near --overload early and predictive come to the step that a prompt finds when it is computed.
 
 Prompts of 11 s come three a second to 40 prefill workers, and decode for 12 s on two instances, on the virtual clock of
-`plan simulate`, with limits of 30 s and 50 ms and no second look (Mooncake, arXiv 2407.00079, sections 6.3 and
-6.4). Of each prompt that is taken: the step that was foreseen at its arrival, and the one that there was at its end.
-Prints a line for each rule; --write appends JSON lines to perf/results/model_rejection.jsonl.
+`plan simulate`. The limits are 30 s and 50 ms, with no second look (Mooncake, arXiv 2407.00079, sections 6.3 and 6.4).
+Of each prompt that is taken: the step that was foreseen at its arrival, and the one that there was at its end. Prints a
+line for each rule; --write appends JSON lines to perf/results/model_rejection.jsonl.
 
     python perf/model_rejection.py --write
 """

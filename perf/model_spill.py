@@ -1,12 +1,12 @@
 """Modelled: what --partition spill gains where some requests are long (the mixes of arXiv 2401.02669, figure 8).
 
 The shipped Engine, Scheduler and loan policy serve a mix of short and long requests on a virtual clock, with four
-memory workers, by each partition. A long request takes half or more of what one worker holds. Nothing is computed: a
-step takes the time of the planner's cost model for its slices, the reading of whatever worker has the most to read of K
-and V, and the messages, byte by byte as the codec lays them out, over the busiest card of each direction. Prompts take
-no time, as prefill workers elsewhere compute them, nor does what a preempted request has to compute again: preemptions
-are counted. Requests wait at once, so tokens a second are those of a full pool. Prints a table; --write appends JSON
-lines to perf/results/model_spill.jsonl.
+memory workers, by each partition. A long request takes half or more of what one worker holds. Nothing is computed. A
+step takes the time of the planner's cost model for its slices, and the reading of the worker that has the most to read
+of K and V. Messages, byte by byte as the codec lays them out, take their time on the busiest card of each direction.
+Prompts take no time, as prefill workers elsewhere compute them, nor does what a preempted request has to compute again:
+preemptions are counted. Requests wait at once, so tokens a second are those of a full pool. Prints a table; --write
+appends JSON lines to perf/results/model_spill.jsonl.
 
     python perf/model_spill.py --write
 """

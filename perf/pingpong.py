@@ -3,7 +3,7 @@
 Competitors take turns, several rounds over; a figure is the median over the rounds of a round's p50, one way (half a
 round trip). "put": the message lies in the receiver's memory, where it can be used, and is not touched before the clock
 stops. "copy": the receiver copies it into a buffer of its own, as a socket or MPI does. All but UCX compare every
-payload with what was sent; ucx_perftest sends one buffer again and again and compares nothing, so it is not part of
+payload with what was sent. ucx_perftest sends one buffer again and again and compares nothing, so it is not part of
 "best" but has ratios of its own. What is not installed is named and left out.
 
     python perf/pingpong.py --write
@@ -59,7 +59,7 @@ def medians(samples: Samples) -> dict[str, dict[int, float]]:
 
 
 def targets(mid: dict[str, dict[int, float]]) -> dict[str, dict[str, float]]:
-    """What is aimed at, each with its figures; ``ratio`` at most ``aim`` is a hit."""
+    """Returns the aims, each with its figures; ``ratio`` at most ``aim`` is a hit."""
 
     def versus(subject: str, others: list[str], nbytes: int, aim: float) -> None:
         known = {o: mid[o][nbytes] for o in others if nbytes in mid.get(o, {})}
@@ -108,7 +108,7 @@ def table(mid: dict[str, dict[int, float]], sizes: list[int]) -> str:
 def chosen(parts: list[str]) -> list[Competitor]:
     wanted = [c for c in EVERYBODY if not parts or any(part in c.name for part in parts)]
     if not wanted:
-        raise ValueError(f"--only {parts[0]!r} names nobody; there are {'; '.join(c.name for c in EVERYBODY)}")
+        raise ValueError(f"--only {parts[0]!r} matches no competitor; there are {'; '.join(c.name for c in EVERYBODY)}")
     return wanted
 
 
@@ -140,7 +140,7 @@ def flags() -> argparse.ArgumentParser:
 def outcome(
     p50: Samples, p99: Samples, pressure: list[float], missing: dict[str, str], cores: tuple[int, int]
 ) -> dict[str, Any]:
-    """What is recorded."""
+    """Returns the record."""
     return {
         "one_way_us": {name: {str(n): spread(v) for n, v in by.items()} for name, by in p50.items()},
         "p99_us": {

@@ -1,8 +1,8 @@
 """The whole fleet on a virtual clock, many seeds: the shipped driver and workers over simulated links, processes that
-die at any call, a model of integers (simulation.whole); with --crossed in faults that meet others
-(simulation.whole.crossed); with --engine the engine alone over modelled workers, many more of them (simulation.run).
-Prints counts of what has happened, and each scenario that fails; --write appends a line to
-perf/results/simulate_fleet.jsonl, with the seeds that have failed. Ends with status 1 where one has.
+die at any call, a model of integers (simulation.whole). With --crossed faults meet others (simulation.whole.crossed).
+With --engine it is the engine alone over modelled workers, many more of them (simulation.run). Prints counts of what
+has happened, and each scenario that fails; --write appends a line to perf/results/simulate_fleet.jsonl, with the seeds
+that have failed. Ends with status 1 where one has.
 
     python perf/simulate_fleet.py --seeds 5000 --write
     python perf/simulate_fleet.py --engine --seeds 100000 --write    # hours
@@ -36,27 +36,27 @@ COLLECTED = 10  # seeds, between two looks for garbage
 
 
 class SeedShare(NamedTuple):
-    """Of some seeds: counts of what has happened, and what is wrong with those that have failed."""
+    """The result of some seeds: counts of what has happened, and what is wrong with those that have failed."""
 
     counts: Counter[str]
     failed: dict[int, str]
 
 
 def fleet_share(first: int) -> SeedShare:
-    """Of ``SHARE`` seeds, of which one in three has engines that die, memory workers that come and go, two ranks,
-    stripes or parity, and one in three sequences and stripes that move, prompts in stages, or spares.
+    """Plays ``SHARE`` seeds. One in three has engines that die, memory workers that come and go, two ranks, stripes or
+    parity. One in three has sequences and stripes that move, prompts in stages, or spares.
     """
     return _share(first, (fleet_scenario, planned_fleet, moving_fleet), check_fleet)
 
 
 def crossed_share(first: int) -> SeedShare:
-    """Of ``SHARE`` seeds."""
+    """Plays ``SHARE`` seeds."""
     return _share(first, (crossed_fleet,), check_fleet)
 
 
 def engine_share(first: int) -> SeedShare:
-    """Of ``SHARE`` seeds, of which two in three have memory workers that come and go; of one in three sequences leave
-    those that go one by one.
+    """Plays ``SHARE`` seeds, of which two in three have memory workers that come and go; of one in three sequences
+    leave those that go one by one.
     """
     return _share(first, (scenario, planned, leaving), check_all)
 

@@ -1,6 +1,6 @@
-"""Loans between deployments on a virtual clock, many seeds: whether what must hold does (simulation.lending), over a
-network that delays, loses and doubles messages, with crashes of instances and of the ledger. Prints counts of what has
-happened; --write appends a line to perf/results/simulate_lending.jsonl. Ends with status 1 at a seed that fails.
+"""Loans between deployments on a virtual clock, many seeds: whether what must hold does (simulation.lending). The
+network delays, loses and doubles messages, and instances and the ledger crash. Prints counts of what has happened;
+--write appends a line to perf/results/simulate_lending.jsonl. Ends with status 1 at a seed that fails.
 
     python perf/simulate_lending.py --seeds 100000 --write    # half an hour of two cores
 """
@@ -24,7 +24,7 @@ SHARE = 250
 
 
 def share(first: int, instances: int) -> Counter[str]:
-    """Of ``SHARE`` seeds, of which every fourth has a network that is as bad as it gets."""
+    """Plays ``SHARE`` seeds, of which every fourth has a network that is as bad as it gets."""
     counts: Counter[str] = Counter()
     for seed in range(first, first + SHARE):
         of = lending_scenario(seed, instances)

@@ -1,11 +1,12 @@
-"""Which KV of sleeping sessions is there when their next turn comes, and where: CachedAttention's figures 13 and 21
-(arXiv 2403.19708) with this product's policy, in a modelled world (simulation.conversations), beside the paper's.
+"""The KV of idle sessions that is there when their next turn comes, and where. This is CachedAttention's figures 13 and
+21 (arXiv 2403.19708) with this product's policy, in a modelled world (simulation.conversations), next to the paper's
+numbers.
 
-Sizes are the paper's: 9,000 sessions of 5.75 turns, the first 10,000 of 52,000 turns not counted, memory of 128 GB and
-a disk of 2 or 10 TB, .78, 2.5, .31 or .12 MB a token. The depth of the line is swept by how many turns are served in a
-second. The paper gives no times between turns and no rate of its disk: here a user thinks for a minute on average, and
-10 GB are read in a second, more than the longest conversations need where two turns are served in a second. Prints a
-table; --write appends a line for each run to perf/results/simulate_sessions.jsonl.
+Sizes are the paper's: 9,000 sessions of 5.75 turns, the first 10,000 of 52,000 turns not counted. Memory has 128 GB, a
+disk 2 or 10 TB, and a token .78, 2.5, .31 or .12 MB. The depth of the line is swept by how many turns are served in a
+second. The paper gives no times between turns and no rate of its disk. Here a user thinks for a minute on average, and
+10 GB are read in a second. That is more than the longest conversations need where two turns are served in a second.
+Prints a table; --write appends a line for each run to perf/results/simulate_sessions.jsonl.
 
     python perf/simulate_sessions.py --write           # an hour of one core
     python perf/simulate_sessions.py --part 0.1        # a tenth of everything: two minutes
@@ -53,7 +54,7 @@ def cases(only: str, rates: list[float]) -> list[tuple[str, int, float]]:
 
 
 def paper_hit(name: str, disk: int, served: float, policy: str) -> float | None:
-    """Where the paper has it."""
+    """Returns the paper's hit rate, where it has one."""
     if served != PAPERS:
         return None
     if name == "LLaMA-13B":
@@ -78,14 +79,14 @@ def main() -> None:
         for policy in (AHEAD, LRU, FIFO):
             begun = time.process_time()
             hits = Conversations(world.scaled(args.part), policy).run()
-            told = paper_hit(name, disk, served, policy)
+            paper = paper_hit(name, disk, served, policy)
             print(
                 f"{name:11}{disk:4}TB{served:9.1f}{hits.waiting:7.0f} {policy:5}{hits.hit:6.3f}"
-                f"{'' if told is None else f'{told:.2f}':>7}{hits.in_memory:11.3f}{hits.in_memory_deep:11.3f}",
+                f"{'' if paper is None else f'{paper:.2f}':>7}{hits.in_memory:11.3f}{hits.in_memory_deep:11.3f}",
                 flush=True,
             )
             settings = {"model": name, "disk_tb": disk, "served": served, "policy": policy, "part": args.part}
-            figures = {**hits._asdict(), "paper_hit": told, "modelled": True}
+            figures = {**hits._asdict(), "paper_hit": paper, "modelled": True}
             cpu_s = round(time.process_time() - begun, 1)
             record("simulate_sessions", settings, {**figures, "cpu_s": cpu_s}, write=args.write)
 

@@ -1,9 +1,9 @@
 """A server under load for minutes or hours, one of its processes killed now and then: does it grow, or grow slow?
 
 Streams of all kinds of a drill are read round after round. Between two rounds, a few times a minute, memory,
-descriptors and threads of all processes of the server are read from /proc, each process' memory by its share of what is
-shared (PSS). Slopes are those of straight lines through the samples behind the first quarter: they say what an hour
-would add. Beside them how many streams failed, and the p99 of the time between two events of a stream, in rounds
+descriptors and threads of all processes of the server are read from /proc. Each process's memory is its share of what
+is shared (PSS). Slopes are those of straight lines through the samples after the first quarter: they say what an hour
+would add. It also prints how many streams failed. The p99 of the time between two events of a stream is that of rounds
 without a kill, of the first and the last third. Prints a table and a JSON line; --write appends that to
 perf/results/soak.jsonl.
 
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--kill-every-s", type=float, default=600.0, help="0 = nobody is killed")
+    parser.add_argument("--kill-every-s", type=float, default=600.0, help="0 = no worker is killed")
     parser.add_argument("--sample-every-s", type=float, default=5.0)
     parser.add_argument("--streams", type=int, default=14)
     parser.add_argument("--tokens", type=int, default=96)
@@ -102,7 +102,7 @@ def soak(target: Target, args: argparse.Namespace) -> tuple[list[SoakRound], lis
 
 
 def sample(pids: list[int]) -> Sample:
-    """Those that are there."""
+    """Samples the processes that are there."""
     memory = descriptors = threads = 0
     for pid in pids:
         with suppress(OSError, ValueError, StopIteration):
@@ -132,7 +132,7 @@ def summary(rounds: list[SoakRound], samples: list[Sample]) -> dict[str, Any]:
 
 
 def p99(rounds: list[SoakRound]) -> float:
-    """Of the time between two events of a stream."""
+    """Returns the p99 of the time between two events of a stream."""
     gaps = [b - a for each in rounds for told in each.told for a, b in zip(told.times, told.times[1:], strict=False)]
     return round(statistics.quantiles(gaps, n=100)[98], 5) if len(gaps) > 1 else 0.0
 

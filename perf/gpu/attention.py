@@ -1,5 +1,5 @@
-"""The attention part of gpu_suite.py: every head size against fp64, one CUDA graph over growing lengths, microseconds
-of a layer, and bytes per second of stored tokens next to torch's and FlashInfer's.
+"""The attention part of gpu_suite.py: every head size against fp64, and one CUDA graph over growing lengths. It prints
+microseconds of a layer, and bytes per second of stored tokens next to torch's and FlashInfer's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def store(tokens: int, kv_heads: int, dim: int, dtype: torch.dtype) -> LayerCach
 
 
 def row_table(lengths: Sequence[int], room: int, window: int = 0) -> RowTable:
-    """One row a sequence behind ``lengths`` stored tokens; ``room`` tokens each, their blocks scattered."""
+    """One row a sequence after ``lengths`` stored tokens; ``room`` tokens each, their blocks scattered."""
     n, each = len(lengths), room // BLOCK
     ids = np.random.default_rng(0).permutation(n * each).reshape(n, each)
     stop, ones = np.array(lengths, np.int64), np.ones(n, np.int64)
@@ -151,7 +151,9 @@ def graph(replays: int) -> Result:
 
 
 def seconds(call: Callable[[], Any], repeats: int = 15, calls: int = 8) -> float:
-    """Of one call on the GPU: the median over runs of a graph of several, where it can be captured."""
+    """Returns the seconds of one call on the GPU: the median over runs of a graph of several, where it can
+    be captured.
+    """
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -282,7 +284,7 @@ CONTENDERS = {"lamina": ours, "torch SDPA": sdpa, "FlexAttention": flex, "FlashI
 
 
 def judge(results: dict[str, Result]) -> None:
-    """The aims: bytes per second of a read, and at most 5 % behind the best."""
+    """The aims: bytes per second of a read, and at most 5 % slower than the best."""
     rates, limit = results["attention"], max(results["memory"].get(f"{x}_gb_s", 0.0) for x in ("copy", "read"))
     missed = []
     for shape in (f"{n} x {tokens}" for n, tokens in SHAPES):

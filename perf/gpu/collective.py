@@ -1,7 +1,7 @@
 """Ranks that meet: nccl against mesh, for gpu_suite.py. HARDWARE-UNVERIFIED: run on CPUs, with gloo in NCCL's place.
 
 Two ranks, threads of this process with a device each, sum and gather tensors of the sizes that slices have. With mesh,
-each tensor goes down to the host, over shared memory and up again, as in a worker. Bandwidths are those of nccl-tests:
+each tensor goes down to the host, over shared memory and up again, as in a worker. Bandwidths are those of nccl-tests.
 algbw is the size of the result over the time; busbw is what each rank's link carries each way, by which numbers of
 ranks can be compared. ``bench_collective.py`` has ranks of CPUs, in processes.
 """
@@ -105,7 +105,9 @@ def part(rank: int, nbytes: int) -> torch.Tensor:
 
 
 def bandwidths(kind: str, nbytes: int, ranks: int, seconds: float) -> dict[str, float]:
-    """Of a result of ``nbytes`` on each of ``ranks``: microseconds, and GB/s as in nccl-tests (doc/PERFORMANCE.md)."""
+    """Returns, for a result of ``nbytes`` on each of ``ranks``, microseconds, and GB/s as in nccl-tests
+    (doc/PERFORMANCE.md).
+    """
     algorithm = nbytes / seconds / 1e9
     return {"us": seconds * 1e6, "algbw": algorithm, "busbw": algorithm * KINDS[kind].share(ranks)}
 

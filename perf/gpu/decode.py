@@ -1,10 +1,10 @@
 """Decoding with the compute worker on a GPU, next to transformers on the same GPU: the end-to-end part of gpu_suite.py.
 
-Tokens of the shipped model are compared with those of transformers. A Llama shape with random weights is timed:
-Lamina with memory workers on the host's cores and on the same GPU, there in processes of their own and in one process,
-where hosts send messages and where kernels do; transformers, not split, with a static cache, compiled and not.
-Where the KV cache is larger than the part of the GPU that all may take, Lamina with its KV cache in the host's memory
-stands beside transformers with its offloaded one.
+Tokens of the shipped model are compared with those of transformers. A Llama shape with random weights is timed. Lamina
+has memory workers on the host's cores and on the same GPU, there in processes of their own and in one process. Hosts
+send messages, or kernels do. transformers is not split and has a static cache, compiled and not. Some KV caches are
+larger than the part of the GPU that all may take. Lamina with its KV cache in the host's memory is then compared with
+transformers with its offloaded one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class GpuSettings:
-    """What to measure. ``batches``: (sequences, tokens of each prompt); ``limit_s``: nothing is begun behind it."""
+    """The measurements to make.
+
+    ``batches``: (sequences, tokens of each prompt); ``limit_s``: nothing is begun after it.
+    """
 
     device: str = "cuda"
     shape: tuple[tuple[str, int], ...] = tuple(LLAMA_1B.items())
@@ -77,7 +80,9 @@ def tokens_as_transformers(settings: GpuSettings) -> Result:
 
 
 def _places(device: str) -> dict[str, dict[str, Any]]:
-    """What kernels send comes last, in one process and in several, of which it shows that it is right, not fast."""
+    """Returns the placements; messages that kernels send come last, in one process and in several, which shows that
+    they are right, not fast.
+    """
     places: dict[str, dict[str, Any]] = {
         f"memory on {m}": {"compute_device": device, "memory_device": m, "transport": "shm"}
         for m in dict.fromkeys(("cpu", device))
@@ -90,7 +95,7 @@ def _places(device: str) -> dict[str, dict[str, Any]]:
 
 
 def speed(settings: GpuSettings) -> Result:
-    """Tokens a second, milliseconds between tokens and GB of the device, by batch and contender; one that does not run
+    """Tokens a second, milliseconds between tokens and GB of the device, by batch and contender. One that does not run
     is named with its error, and one that there was no time for as such.
     """
     begun, figures = time.perf_counter(), Result()
@@ -121,7 +126,7 @@ def lamina(
     **more: Any,
 ) -> Result:
     """Steps in which all decode. Prompts go to a prefill worker on the device: the host's cores would take minutes.
-    ``memory``: the memory workers' device; ``params`` of so many tokens, by default greedy; ``more``: options of the
+    ``memory``: the memory workers' device. ``params`` of so many tokens, by default greedy; ``more``: options of the
     engine.
     """
     free, tokens = _free(settings.device), settings.tokens + settings.early
@@ -200,7 +205,7 @@ def offloaded(settings: GpuSettings, path: Path, prompts: list[list[int]]) -> Re
 
 
 def transformers(settings: GpuSettings, path: Path, prompts: list[list[int]], **options: Any) -> Result:
-    """``generate`` with ``options``, which a GPU compiles by itself for a static cache unless told not to."""
+    """``generate`` with ``options``, which a GPU compiles by itself for a static cache unless an option forbids it."""
     from transformers import AutoModelForCausalLM
 
     free, clock = _free(settings.device), _TokenClock(settings.device)
@@ -246,7 +251,7 @@ def _size(device: str) -> float:
 
 
 def _free(device: str) -> int:
-    """Bytes of the device, whoever has the others."""
+    """Bytes of the device, whichever program has the others."""
     return 0 if device == "cpu" else torch.cuda.mem_get_info()[0]
 
 

@@ -1,8 +1,8 @@
 """The network's part of gpu_suite.py: the device side's own kernels, on the GPU, drive software NICs in pinned memory.
 
-HARDWARE-UNVERIFIED as to NICs: what is shown is that a GPU's stores, fences and polls do what a CPU showed of them, and
-what a round trip costs over the same NICs with the device in control and with the host in control, and, with the device
-in control, while products of matrices take the rest of the GPU.
+HARDWARE-UNVERIFIED as to NICs. It shows that a GPU's stores, fences and polls do what a CPU showed of them. It measures
+a round trip over the same NICs with the device in control and with the host in control. It also does so with the device
+in control while products of matrices take the rest of the GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUMBER, ALTERNATE, KEYS = 0x123456, 256, (0xAABB00, 0xCCDD00)
 STAGING_AT, INBOX_AT = 0x7F0000001000, 0x7E0000002000
 TIMEOUT_S = 5.0
 START_S, ALONE_S = 60.0, 0.3
-BATCH = 4  # products that are launched behind each other
+BATCH = 4  # products that are launched one after another
 T = TypeVar("T")
 TIMEOUT_NS = int(TIMEOUT_S * 1e9)
 REMOVED = {  # steps of a GPUDirect send (arXiv 2405.01814, 4.1) -> what is left of each when the device drives
@@ -41,7 +41,7 @@ REMOVED = {  # steps of a GPUDirect send (arXiv 2405.01814, 4.1) -> what is left
     "3 the NIC fetches and sends": "stays",
     "4 the remote NIC writes": "stays",
     "5 the remote CPU waits for the data": "removed: a kernel polls the signal",
-    "6 the remote CPU launches the next kernel": "removed: it waits on the stream behind the receive",
+    "6 the remote CPU launches the next kernel": "removed: it waits on the stream after the receive",
 }
 
 
@@ -75,7 +75,7 @@ class Side:
         self.driver.launch(self.stream.number, "stamp", self.mail.address + 64, self.mail.address + 48)
 
     def stamps(self) -> list[int]:
-        """Those since the last call, in nanoseconds."""
+        """Returns the stamps since the last call, in nanoseconds."""
         (count,) = struct.unpack_from("<Q", self.mail.view, 48)
         self.mail.view[48:56] = bytes(8)
         return list(struct.unpack_from(f"<{count}Q", self.mail.view, 64))
@@ -236,7 +236,7 @@ class GpuProducts:
         self._pool.shutdown()
 
     def rate(self, during: Callable[[], T]) -> tuple[T, float]:
-        """What ``during`` gives, and the GFLOP/s of the products meanwhile."""
+        """Returns what ``during`` gives, and the GFLOP/s of the products meanwhile."""
         before, start = self.done, perf_counter()
         result = during()
         return result, (self.done - before) * self._flops / (perf_counter() - start) / 1e9
@@ -268,7 +268,7 @@ def beside_products(driver: Driver, sizes: Sequence[int], rounds: int, device: t
         with GpuProducts(device) as products:
             _, alone = products.rate(lambda: Event().wait(ALONE_S))
             taken, kept = products.rate(times)
-        figures[f"{nbytes} B beside products"] = {
+        figures[f"{nbytes} B during products"] = {
             "us": statistics.median(taken), "quiet_us": quiet, "gflop/s": kept, "gflop/s alone": alone,
         }  # fmt: skip
     return figures

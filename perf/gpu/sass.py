@@ -1,7 +1,7 @@
 """The instructions that a kernel of csrc/attention/cuda runs for a tile of 16 tokens, counted in its machine code.
 
 nvcc compiles, nvdisasm shows. The count is that of the shortest way around the loop over tiles by which a whole tile of
-a store's block is multiplied and the next one is fetched: what a warp does for nearly every tile of a decode step.
+a store's block is multiplied and the next one is fetched. A warp does that for nearly every tile of a decode step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tools() -> tuple[str, str]:
 
 
 def _beside() -> Iterator[str]:
-    """Those that packages bring along."""
+    """Returns the headers that packages bring along."""
     for package in ("nvidia", "triton"):
         spec = find_spec(package)
         for folder in spec.submodule_search_locations or [] if spec else []:
@@ -61,7 +61,7 @@ def attend(variant: Variant, architecture: int) -> MachineCode:
 
 
 def machine(text: str) -> MachineCode:
-    """Of a section that nvdisasm shows."""
+    """Returns the machine code of a section that nvdisasm shows."""
     lines, labels = list[str](), dict[str, int]()
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
@@ -101,7 +101,7 @@ def way(code: MachineCode, start: int, end: int) -> list[int]:
 
 
 def of_tile(code: MachineCode, copies: int) -> Counter[str]:
-    """What a warp runs for a tile of which it issues ``copies`` instructions that copy, by name."""
+    """Returns what a warp runs for a tile of which it issues ``copies`` instructions that copy, by name."""
     products = [at for at, name in enumerate(code.names) if name == PRODUCT]
     first, last = products[0], products[-1]
     multiplied, best = way(code, first, last), list[int]()

@@ -24,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def seconds(call: Callable[[], T]) -> tuple[dict[str, float], T]:
-    """How long a call takes, and the CPU time of all threads in it; what it returns."""
+    """Returns how long a call takes, and the CPU time of all threads in it; what it returns."""
     start, cpu = time.perf_counter(), time.process_time()
     result = call()
     return {"attention": time.perf_counter() - start, "cpu": time.process_time() - cpu}, result
@@ -52,7 +52,7 @@ class AttentionPeer:
         return self._child.ask(do="turn", layer=layer)
 
     def result(self) -> Tensor:
-        """Of layer 0, [batch, heads, dim] fp32."""
+        """Returns layer 0, [batch, heads, dim] fp32."""
         self._child.ask(do="result", layer=0)
         return torch.from_file(f"{self._folder.name}/o", size=prod(self._shape)).view(self._shape).clone()
 

@@ -20,7 +20,7 @@ PERF = Path(__file__).resolve().parents[1]
 
 class Child:
     """``python script arguments``, in ``folder``: what it starts by ``python -m`` is of there before all else. It finds
-    the modules of perf/ where it is told no other PYTHONPATH. Raises OSError or RuntimeError, with the cause, where it
+    the modules of perf/ where it has no other PYTHONPATH. Raises OSError or RuntimeError, with the cause, where it
     cannot take part.
     """
 

@@ -30,7 +30,7 @@ Step = Callable[[], None]  # decodes one token of every sequence
 
 
 class PeerRun:
-    """What both sides of a peer know: its settings, the tokens that it has generated, by sequence, and how it differs
+    """Both sides of a peer know this: its settings, the tokens that it has generated, by sequence, and how it differs
     from what was asked for.
     """
 
@@ -45,8 +45,8 @@ class PeerRun:
         self.kv_gib: int = 1 + settings["kv_bytes"] // GIB
         self.generated: list[list[int]] = [[] for _ in self.prompts]
         self.note = ""
-        self.begun = 0.0  # when it was told of the prompts
-        self.prompts_s = 0.0  # behind which all sequences decode
+        self.begun = 0.0  # when it got the prompts
+        self.prompts_s = 0.0  # after which all sequences decode
 
     def read_all(self, step: Step) -> None:
         """Step until the prompts have been read."""
@@ -56,7 +56,7 @@ class PeerRun:
 
 
 class DecodePeer:
-    """A peer that has taken the prompts (lists of as many token ids) and decodes when it is told to.
+    """A peer that has taken the prompts (lists of as many token ids) and decodes on request.
 
     Raises OSError or RuntimeError, with the cause, where it cannot take part.
     """
@@ -74,7 +74,7 @@ class DecodePeer:
         return seconds
 
     def tokens(self) -> list[list[int]]:
-        """What it has generated, by sequence."""
+        """Returns the tokens that it has generated, by sequence."""
         tokens: list[list[int]] = self._child.ask(steps=0)["tokens"]
         return tokens
 
@@ -84,7 +84,7 @@ class DecodePeer:
         return float(self._child.ask(steps=0)["prompts_s"])
 
     def note(self) -> str:
-        """How it differs from what was asked for; empty if it does not."""
+        """Returns how it differs from what was asked for; empty if it does not."""
         return str(self._child.ask(steps=0)["note"])
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class DecodePeer:
 
 
 def vllm(run: PeerRun) -> Step:
-    """vLLM's engine in this process, compiled by torch.compile, as it does on CPUs unless told otherwise."""
+    """vLLM's engine in this process, compiled by torch.compile, as is its default on CPUs."""
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(run.kv_gib)
     from vllm import EngineArgs, LLMEngine, SamplingParams  # type: ignore[import-not-found]
 

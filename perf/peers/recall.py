@@ -1,7 +1,7 @@
 """Other projects that leave out KV, each in an environment and a process of its own, for bench_kv_sparsity.py.
 
 ``RecallPeer`` is the benchmark's side; run as a script it is the other one. Greedy answers to prompts whose KV was cut
-to a number of tokens, the question among them (`seen`) or fed behind them, a token at a time (`later`).
+to a number of tokens, the question among them (`seen`) or fed after them, a token at a time (`later`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RecallPeer:
         self._child = Child(python, __file__, [peer, str(model), str(folder)])
 
     def answer(self, tokens: list[int], asked: int, length: int, order: str, budget: int) -> list[int]:
-        """``length`` tokens behind a prompt. Raises RuntimeError where the peer cannot do that."""
+        """``length`` tokens after a prompt. Raises RuntimeError where the peer cannot do that."""
         fields = dict(zip(ASKED, (tokens, asked, length, order, budget), strict=True))
         answer: list[int] = self._child.ask(**fields)["answer"]
         return answer
@@ -84,7 +84,7 @@ def openvino(model: str, folder: str) -> Answer:
 
     def answer(tokens: list[int], asked: int, length: int, order: str, budget: int) -> list[int]:
         if order != "seen":
-            raise ValueError("it takes no tokens behind a prompt that has lost some of its KV")
+            raise ValueError("it takes no tokens after a prompt that has lost some of its KV")
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size, scheduler.max_num_batched_tokens = 1, len(tokens) + size
         if budget < len(tokens):

@@ -1,1 +1,1 @@
-"""Who plays ping-pong, and how it is drawn."""
+"""The competitors of the ping-pong, and its drawings."""

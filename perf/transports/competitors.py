@@ -1,4 +1,4 @@
-"""Who takes part in pingpong.py, and how each is started: every competitor is two processes on the same two cores."""
+"""The competitors of pingpong.py, and how each is started: every competitor is two processes on the same two cores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = {  # what carries the bytes -> the words of its plots
 
 @dataclass(frozen=True)
 class Course:
-    """What every competitor runs in a round."""
+    """The settings that every competitor runs in a round."""
 
     sizes: Sequence[int]
     cores: tuple[int, int]
@@ -64,7 +64,8 @@ class Competitor:
 
 
 def call(command: Sequence[str], env: dict[str, str] | None = None, limit_s: float = LIMIT_S) -> str:
-    """What a command printed. It and its children are ended after ``limit_s``; then that is what was printed by then.
+    """Returns what a command printed. It and its children are ended after ``limit_s``; then that is what was printed by
+    then.
 
     Raises RuntimeError when it fails.
     """
@@ -156,7 +157,7 @@ def ucx(layers: str, test: str) -> Callable[[Course], Times]:
             text = call([*command, "-n", str(course.rounds(nbytes)), "-w", str(course.warm_up), "-f"], env)
         figures = re.findall(r"^\s*\d+\s+(\d+\.\d+)", text, re.MULTILINE)
         if not figures:
-            raise RuntimeError(f"ucx_perftest said no figures: {text[-200:]}")
+            raise RuntimeError(f"ucx_perftest printed no figures: {text[-200:]}")
         return float(figures[-1]), float("nan")
 
     return lambda course: {nbytes: one(course, nbytes) for nbytes in course.sizes}
@@ -182,7 +183,10 @@ def listening_server(command: Sequence[str], env: dict[str, str]) -> Iterator[in
 
 
 def listens(server: subprocess.Popen[bytes], port: int) -> bool:
-    """Whether ``server`` comes to listen at ``port``. Nothing connects: the server would take that for its client."""
+    """Returns whether ``server`` comes to listen at ``port``.
+
+    Nothing connects: the server would take that for its client.
+    """
     deadline = time.monotonic() + LISTEN_S
     while server.poll() is None and time.monotonic() < deadline:
         if _listening_sockets(port) & _sockets_of(server.pid):

@@ -78,7 +78,7 @@ def by_gpu(batch: RoundBatch) -> Callable[[], list[float]]:
 
 
 def by_cpu(batch: RoundBatch) -> Callable[[], list[float]]:
-    """As ``by_gpu``, but of each round."""
+    """Does as ``by_gpu``, but for each round."""
 
     def run() -> list[float]:
         times = []

@@ -1,4 +1,4 @@
-"""A log-log plot as an SVG, for results that are kept beside the code: small, and the same for the same data."""
+"""A log-log plot as an SVG, for results that are kept next to the code: small, and the same for the same data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who takes part in pingpong.py where there are RDMA ports and GPUs, and what each lacks here.
+"""The competitors of pingpong.py where there are RDMA ports and GPUs, and what each lacks here.
 
-"rdma" and "window" go through a port of this host and back, between two processes on its cores, beside perftest's
+"rdma" and "window" go through a port of this host and back, between two processes on its cores, like perftest's
 ib_write_lat and ib_write_bw. "gpu" is the paper's figure 13 (arXiv 2405.01814): two GPUs of this host, and a NIC that
-carries what goes between them: NCCL is told not to take another way. HARDWARE-UNVERIFIED.
+carries what goes between them; NCCL may not take another way. HARDWARE-UNVERIFIED.
 """
 
 from __future__ import annotations
@@ -129,17 +129,17 @@ def perftest(
 
 
 def figures_of(text: str) -> list[float]:
-    """The row of numbers behind perftest's line of titles. Raises RuntimeError where there is none."""
+    """The row of numbers after perftest's line of titles. Raises RuntimeError where there is none."""
     for title, row in pairwise(text.splitlines()):
         if title.lstrip().startswith("#bytes") and re.fullmatch(r"[\s\d.]+", row):
             return [float(number) for number in row.split()]
         if title.lstrip().startswith("#bytes") and "inf" in row:
             raise NoClockError(f"perftest did not find the rate of its clock: {row}")
-    raise RuntimeError(f"perftest said no figures: {text[-200:]}")
+    raise RuntimeError(f"perftest printed no figures: {text[-200:]}")
 
 
 def typical_us(text: str) -> float:
-    """Of ib_write_lat: bytes, iterations, least, most, typical, ...; one way."""
+    """Reads ib_write_lat's bytes, iterations, least, most, typical, ...; one way."""
     return figures_of(text)[4]
 
 
@@ -150,7 +150,7 @@ def late_of(text: str) -> float:
 
 
 def average_us(text: str) -> float:
-    """Of ib_write_bw: bytes, iterations, peak and average MB/s (of 2 ** 20 bytes), million messages/s."""
+    """Reads ib_write_bw's bytes, iterations, peak and average MB/s (of 2 ** 20 bytes), million messages/s."""
     row = figures_of(text)
     if not row[3]:
         raise NoClockError("perftest did not find the rate of its clock: 0 MB/s")
@@ -245,5 +245,5 @@ PAPER = {  # its figure 13: a round trip of small messages, in microseconds, and
 
 
 def lacks_for_figure(competitors: Sequence[Competitor]) -> dict[str, str]:
-    """Who of figure 13 cannot take part here, and what it needs."""
+    """Returns the competitors of figure 13 that cannot take part here, and what each needs."""
     return {c.name: c.missing() for c in competitors if c.name in FIGURE_13 and c.missing()}

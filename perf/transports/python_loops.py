@@ -97,17 +97,17 @@ WIRES: dict[str, Callable[[bool, str], PythonWire]] = {
 
 
 def _tell(place: str, text: str) -> None:
-    with open(f"{place}/.told", "w") as file:
+    with open(f"{place}/.address", "w") as file:
         file.write(text)
-    os.rename(f"{place}/.told", f"{place}/told")
+    os.rename(f"{place}/.address", f"{place}/address")
 
 
 def _hear(place: str) -> str:
     deadline = perf_counter() + 30
-    while not os.path.exists(f"{place}/told"):
+    while not os.path.exists(f"{place}/address"):
         if perf_counter() > deadline:
             raise TimeoutError("the other side did not say where it is")
-    with open(f"{place}/told") as file:
+    with open(f"{place}/address") as file:
         return file.read()
 
 

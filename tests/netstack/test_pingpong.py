@@ -273,7 +273,7 @@ def test_a_process_that_says_nothing_is_not_waited_for() -> None:
             process.kill()
     with (
         subprocess.Popen(["true"], stdout=subprocess.PIPE) as process,
-        pytest.raises(RuntimeError, match="ended before it said a line"),
+        pytest.raises(RuntimeError, match="ended before it printed a line"),
     ):
         line_of(process, SOON_S)
 
@@ -281,7 +281,7 @@ def test_a_process_that_says_nothing_is_not_waited_for() -> None:
 def test_nobody_is_one_line() -> None:
     done = run("--only", "pigeon")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --only 'pigeon' names nobody")
+    assert done.stderr.startswith("error: --only 'pigeon' matches no competitor")
 
 
 def test_a_plot_is_well_formed_and_in_its_frame() -> None:
