@@ -67,8 +67,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
-	$(BIN)/python tests/lints/docstrings.py --write
-	$(BIN)/python tests/lints/prose.py --write
+
 
 # Installs pinned versions and builds the native parts; PIP_ARGS passes options to pip, such as another index.
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h tests/soft_nic/*.h tests/soft_nic/*.cpp) tests/soft_nic/setup.py

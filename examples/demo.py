@@ -64,7 +64,7 @@ def stream(llm: LLM, params: SamplingParams) -> None:
 
 
 def table(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
-    """What the cut looks like and where the time went; ``outputs`` are those of a greedy run of ``seconds``."""
+    """Prints the cut, and where the time went. ``outputs``: of a greedy run that took ``seconds``."""
     summary, stats = llm.engine.worker_info.summary, llm.stats()
     tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
     compute = stats["compute-0"]

@@ -111,8 +111,8 @@ inline void store(const Problem& p, __m512 sum, std::size_t row, std::size_t n) 
   _mm256_mask_storeu_epi16(static_cast<Bf16*>(p.y) + row * p.cols + n, there, (__m256i)_mm512_cvtneps_pbh(sum));
 }
 
-// The operands of a tile: x and w of a chain, rows of y from `row` on, columns from `n` on, the memory to prefetch, and
-// pending sums, `level` floats from one kind to the next.
+// The operands of a tile: x and w of a chain, and y from row `row` and column `n` on. It also has the memory to prefetch,
+// and pending sums, `level` floats from one kind to the next.
 struct Place {
   const std::uint32_t* x;
   const std::uint16_t* w;

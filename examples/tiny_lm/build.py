@@ -1,4 +1,4 @@
-"""What is trained: the tokenizer and the model, before training and as written to disk."""
+"""Builds the tokenizer and the model before training, and writes them to disk."""
 
 from __future__ import annotations
 

@@ -77,10 +77,11 @@ class RecallTask:
         return prompts
 
     def training_sequence(self, rng: np.random.Generator, filler: Ids) -> tuple[Ids, Weights]:
-        """A sequence as long as ``filler`` with statements, mostly early, and questions spread behind them.
+        """A sequence as long as ``filler`` with statements, mostly early, and questions spread after them.
 
-        Returns the token ids and, for each, the weight of its prediction in the loss: answers weigh most; stated values
-        and keys, which nobody can predict, nothing; nor do the markers, lest the model write such lines unasked.
+        Returns the token ids and, for each, the weight of its prediction in the loss. Answers weigh most. Stated values
+        and keys cannot be predicted, and weigh nothing. Neither do markers, so that the model does not write them
+        unasked.
         """
         length = len(filler)
         events: list[tuple[float, list[int], list[float]]] = []

@@ -51,8 +51,8 @@ HERE = Path(__file__).resolve().parent
 MODEL, WORK, RESULTS = HERE / "model", HERE / "work", HERE / "results.json"
 SEED = 20240501
 BATCH_TOKENS, PART_TOKENS, THREADS = 4096, 1024, 2
-# Attention is cheap while sequences are short, and short ones with many questions teach to recall at all; the long
-# ones, of which most tokens are text anyway, stretch that over the whole context.
+# Attention is cheap while sequences are short, and short ones with many questions teach recall. Long ones, which are
+# mostly text, stretch it over the whole context.
 CURRICULUM = (
     Stage(until=0.08, length=128, recall=0.45, copy=0.15),
     Stage(until=0.20, length=256, recall=0.45, copy=0.15),
@@ -157,8 +157,8 @@ class Training:
     def learn(self, rows: list[Row], workers: ThreadPoolExecutor) -> tuple[float, float]:
         """One optimizer step; returns the mean loss (nats per token) of plain text and of recall answers.
 
-        The rows go in small parts to ``workers``, each of which takes the next part when it is free: on a machine that
-        others use too, a slow core then delays a part, not every operator.
+        The rows go in small parts to ``workers``, each of which takes the next part when it is free. So on a shared
+        machine a slow core delays one part, not every operator.
         """
         length = len(rows[0][0]) - 1
         size = max(1, PART_TOKENS // length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from counted import Fault, main
+from faults import Fault, main
 from texts import pieces
 
 FIRST = frozenset(
@@ -25,4 +25,4 @@ def lint(path: str, text: str) -> Iterator[Fault]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("docstrings", lint, sys.argv[1:]))
+    sys.exit(main(lint))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from counted import Fault, main
+from faults import Fault, main
 from texts import pieces
 
 WORDS = 30
@@ -85,4 +85,4 @@ def lint(path: str, text: str) -> Iterator[Fault]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("prose", lint, sys.argv[1:]))
+    sys.exit(main(lint))

@@ -1,4 +1,4 @@
-"""The lints of text find one fault of each kind, pass clean files, and hold the count of each folder."""
+"""The lints of text find one fault of each kind, and pass clean files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import sys
 import tokenize
 from pathlib import Path
 
-import counted
 import docstrings
+import faults
 import prose
 import pytest
 from hypothesis import given
@@ -107,9 +107,7 @@ def test_a_docstring_that_begins_badly_is_found(word: str, form: str) -> None:
     assert list(docstrings.lint("lamina/a.py", f'x = 1\ny = """{word} x."""')) == []
 
 
-SOURCES = [
-    path for top in ("netstack", "tests/lints", "lamina/protocol") for path in (counted.ROOT / top).rglob("*.py")
-]
+SOURCES = [path for top in ("netstack", "tests/lints", "lamina/protocol") for path in (faults.ROOT / top).rglob("*.py")]
 
 
 @pytest.mark.long
@@ -131,80 +129,14 @@ def test_docstrings_and_comments_are_those_that_python_sees() -> None:
         assert seen == words, path
 
 
-class House:
-    """A repository with the lints, a clean origin/main, and one recorded fault in docs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        shutil.copytree(
-            Path(__file__).parent, folder / "tests" / "lints", ignore=shutil.ignore_patterns("*.counts", "test*")
-        )
-        self.counts = folder / "tests" / "lints" / "prose.counts"
-        self.git("init", "-q", "-b", "main")
-        self.put("docs/a.md", f"{WORD}\n")
-        self.put("lamina/x/y/a.py", "# Plain.\n")
-        self.counts.write_text("docs 1\n")
-        self.land()
-
-    def git(self, *words: str) -> None:
-        names = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-        subprocess.run(["git", *names, *words], cwd=self.folder, check=True, capture_output=True, timeout=60)
-
-    def land(self) -> None:
-        self.git("add", "-A")
-        self.git("commit", "-qm", "all")
-        self.git("update-ref", "refs/remotes/origin/main", "HEAD")
-
-    def put(self, path: str, text: str) -> None:
-        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.folder / path).write_text(text)
-
-    def lint(self, *arguments: str) -> tuple[int, list[str]]:
-        program = [sys.executable, "tests/lints/prose.py", *arguments]
-        done = subprocess.run(program, cwd=self.folder, capture_output=True, text=True, check=False, timeout=60)
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.returncode, done.stdout.splitlines()
-
-
-@pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path)
-
-
-def test_a_recorded_fault_passes_and_a_new_one_is_shown(house: House) -> None:
-    assert house.lint() == (0, [])
-    house.put("docs/b.md", "Plain.\n\nNobody knows.\n")
-    for arguments in ([], ["--write"]):
-        assert house.lint(*arguments) == (1, [
-            "docs/b.md:3: the word nobody: Nobody knows.", "prose: docs has 2 faults, at most 1 are allowed",
-        ])  # fmt: skip
-    assert house.counts.read_text() == "docs 1\n"
-    house.land()  # without a change since the base all places are shown
-    status, lines = house.lint()
-    assert (status, len(lines)) == (1, 3)
-
-
-def test_a_count_falls_and_does_not_rise_again(house: House) -> None:
-    house.put("docs/a.md", "Plain.\n")
-    assert house.lint() == (0, [])
-    assert house.lint("--write") == (0, [])
-    assert house.counts.read_text() == ""
-    house.put("docs/a.md", f"{WORD}\n")
-    assert house.lint()[0] == 1
-
-
-def test_text_that_moves_takes_its_count_with_it(house: House) -> None:
-    house.put("lamina/x/y/a.py", f"# {WORD}\n")
-    assert house.lint()[0] == 1
-    house.put("docs/a.md", "Plain.\n")
-    assert house.lint() == (1, ["prose: text with faults has moved to lamina/x: run make format, which records it"])
-    assert house.lint("--write") == (0, [])
-    assert house.counts.read_text() == "lamina/x 1\n"
-    assert house.lint() == (0, [])
-
-
-def test_a_merge_that_keeps_two_counts_passes(house: House) -> None:
-    house.counts.write_text("docs 1\n\ndocs 0\n")
-    assert house.lint() == (0, [])
-    assert house.lint("--write") == (0, [])
-    assert house.counts.read_text() == "docs 1\n"
+@pytest.mark.parametrize(("text", "status"), [("Plain.", 0), (WORD, 1)])
+def test_a_fault_in_any_file_of_the_repository_fails(text: str, status: int, tmp_path: Path) -> None:
+    lints = Path(__file__).parent
+    shutil.copytree(lints, tmp_path / "tests" / "lints", ignore=shutil.ignore_patterns("test*", "__pycache__"))
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True, timeout=60)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text(f"# Title\n\n{text}\n")
+    program = [sys.executable, "tests/lints/prose.py"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == (f"docs/a.md:3: the word behind: {text}\n" if status else "")
