@@ -36,7 +36,7 @@ def test_every_row(suite: ModuleType) -> None:
         assert row["host/device"] == pytest.approx(row["host_us"] / row["device_us"])
     assert len(found["steps"]) == 6
     for size in ("64 B", "16384 B"):
-        row = found[f"{size} beside products"]
+        row = found[f"{size} during products"]
         assert min(row["us"], row["quiet_us"], row["gflop/s alone"]) > 0.0
 
 
