@@ -28,9 +28,9 @@ def drawn(draw: SamplingRequest, seen: int, due: Mapping[int, PendingHistory], p
     if draw.logits_update is not None:
         state = due[draw.sequence]
         rules = state.history.logit_changes(state.num_tokens, pending)
-        forbidden |= {*rules.banned_token_ids} | (
-            {*range(EOS)} - {*rules.allowed_token_ids.tolist()} if rules.allowed_token_ids is not None else set()
-        )
+        forbidden |= {*rules.banned_token_ids}
+        for mask in rules.masks:
+            forbidden |= {*range(EOS)} - {*(mask.few_token_ids or range(EOS))}
         counted = [*state.history.token_ids[: state.num_tokens], *([] if pending is None else [pending])]
         number += sum((i + 1) * (t + 1) for i, t in enumerate(counted)) * 3
     token = EOS if number % ODDS == 0 else number % EOS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -15,6 +15,7 @@ from lamina.request import Score
 from . import Backend, SampleSpec
 from .sampling_settings import sampler_settings
 from .token_history import LogitChanges
+from .token_mask import TokenMask
 from .torch_sampling import TorchSampling
 
 log = logging.getLogger(__name__)
@@ -157,15 +158,22 @@ def change_logits(row: Tensor, draw: SamplingRequest, seen: Mapping[int, LogitCh
     if draw.logits_update is not None:
         history = seen[draw.sequence]
         _penalise(row, history)
-        if history.allowed_token_ids is not None:
-            allowed = history.allowed_token_ids.to(row.device)
-            row.copy_(torch.full_like(row, float("-inf")).index_copy_(0, allowed, row[allowed]))
+        for mask in history.masks:
+            mask.apply(row)
         if history.banned_token_ids:
             row[list(history.banned_token_ids)] = float("-inf")
     if draw.banned_token_ids:
         if not 0 <= min(draw.banned_token_ids) <= max(draw.banned_token_ids) < len(row):
             raise ValueError(f"a draw of sequence {draw.sequence} bans a token beyond the {len(row)} that there are")
-        row[draw.banned_token_ids] = float("-inf")
+        _ban_stops(row, draw.banned_token_ids, () if draw.logits_update is None else seen[draw.sequence].masks)
+
+
+def _ban_stops(row: Tensor, stops: list[int], masks: Sequence[TokenMask]) -> None:
+    """Forbid stop tokens before ``min_tokens``, unless a mask overrules that and leaves no other token."""
+    kept = row[stops]
+    row[stops] = float("-inf")
+    if any(mask.overrules_min_tokens for mask in masks) and bool(row.amax().isneginf()):
+        row[stops] = kept
 
 
 def _why(changed: Tensor, raw: Tensor) -> int:

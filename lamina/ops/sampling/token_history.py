@@ -19,6 +19,8 @@ from torch import Tensor
 from lamina.protocol.control import Penalties, SamplingRequest
 from lamina.protocol.step_plan import Free, SequenceOp, Truncate
 
+from .token_mask import AllowedTokens, TokenMask, TokenRule
+
 MAX_TOKEN_ID = (1 << 31) - 1  # the largest possible id
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
@@ -31,7 +33,7 @@ class LogitChanges(NamedTuple):
     tokens: Tensor  # int64, distinct, of prompt and completion; none if no penalty counts both
     max_token_id: int  # the largest token id, also of those with a bias
     banned_token_ids: Sequence[int] = ()  # tokens that would complete a bad word
-    allowed_token_ids: Tensor | None = None  # int64; only these may be drawn. None: all
+    masks: Sequence[TokenMask] = ()  # only tokens that every one of them allows may be drawn
 
 
 class BadWords:
@@ -70,8 +72,8 @@ class BadWords:
 class TokenHistory:
     """The tokens of one sequence that penalties and bans count."""
 
-    def __init__(self, penalties: Penalties) -> None:
-        """Raises ValueError for invalid token ids."""
+    def __init__(self, penalties: Penalties, rules: Iterable[TokenRule] = ()) -> None:
+        """``rules``: in addition to those of ``penalties``. Raises ValueError for invalid token ids."""
         self.token_ids: list[int] = []  # the completion's tokens
         self._penalties = penalties
         self._counts: Counter[int] = Counter()
@@ -79,11 +81,10 @@ class TokenHistory:
         self._prompt = frozenset(penalties.prompt_token_ids)
         self._repeats = penalties.repetition != 1.0
         self._words = BadWords(penalties.bad_words_token_ids)
-        self._allowed = (
-            torch.tensor(sorted({*penalties.allowed_token_ids}), dtype=torch.int64)
-            if penalties.allowed_token_ids
-            else None
-        )
+        self._rules = [*rules]
+        if penalties.allowed_token_ids:
+            self._rules.append(AllowedTokens(penalties.allowed_token_ids))
+        self._begun: tuple[int, int | None] | None = None  # the draw whose masks the rules are making
         named = (
             *penalties.prompt_token_ids,
             *penalties.logit_bias,
@@ -97,10 +98,20 @@ class TokenHistory:
         self._most = max(self._most, _largest(tokens))
         self.token_ids += tokens
 
+    def begin(self, count: int, pending: int | None) -> None:
+        """Begin to make the masks that ``logit_changes`` returns for the same arguments. Idempotent."""
+        if self._begun == (count, pending):
+            return
+        self._begun = count, pending
+        for rule in self._rules:
+            known = min(rule.num_tokens, count)
+            rule.begin(known, self.token_ids[known:count] + ([] if pending is None else [pending]))
+
     def logit_changes(self, count: int, pending: int | None) -> LogitChanges:
         """Return the changes of logits after the first ``count`` tokens of the completion. ``pending``: the token drawn
         after these, if there is one.
         """
+        self.begin(count, pending)
         if count < self._counted:
             self._counts, self._counted = Counter(), 0
         self._counts.update(self.token_ids[self._counted : count])
@@ -116,7 +127,8 @@ class TokenHistory:
         most = max(self._most, -1 if pending is None else pending)
         end = self.token_ids[max(0, count - self._words.longest) : count] + ([] if pending is None else [pending])
         forbidden = self._words.completed(end)
-        return LogitChanges(self._penalties, counts, tokens, most, forbidden, self._allowed)
+        masks = [rule.mask() for rule in self._rules]
+        return LogitChanges(self._penalties, counts, tokens, most, forbidden, masks)
 
 
 class PendingHistory(NamedTuple):

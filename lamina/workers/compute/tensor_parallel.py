@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,12 +129,13 @@ def _row_sums(values: Tensor, requests: list[SamplingRequest]) -> Tensor:
 
 
 class LogitCandidates(NamedTuple):
-    """The logits of each rank that a step's requests need: the ``num_best`` highest, and ``num_named`` named by a
-    request.
+    """The logits of each rank that a step's requests need: the ``num_best`` highest that masks leave, ``num_named``
+    named by a request, and the ``num_reported`` highest of all, for log-probabilities.
     """
 
     num_best: int
     num_named: int
+    num_reported: int = 0
 
     @staticmethod
     def needed_for(
@@ -143,7 +144,7 @@ class LogitCandidates(NamedTuple):
         """Return the fewest candidates that serve all ``requests``; None if they need all logits. ``width``: of one
         rank's logits.
         """
-        best, named = 1, 0
+        best, named, reported = 1, 0, 0
         for request in requests:
             of_few = request.prompt_logprob_token >= 0 or request.temperature == 0.0 or _of_allowed(request, seen)
             if (
@@ -155,9 +156,11 @@ class LogitCandidates(NamedTuple):
             names = _named(request, seen)
             # Penalties may move the best tokens below as many others as they name.
             others = 1 if _of_allowed(request, seen) else request.top_k + len(names) + 1
+            if _is_masked(request, seen):
+                reported = max(reported, request.logprobs)
             best = max(best, others, request.logprobs)
             named = max(named, len(names))
-        return LogitCandidates(best, named) if best + named < width / 2 else None
+        return LogitCandidates(best, named, reported) if best + named + reported < width / 2 else None
 
     def pack(
         self,
@@ -167,20 +170,23 @@ class LogitCandidates(NamedTuple):
         first: int,
         sampler: Sampler,
     ) -> Tensor:
-        """Pack raw [n, width] fp32, of tokens from ``first`` on, into [n, 2 * (best + named)] fp32. The first half has
-        values, the second half the ids of their tokens (exact below 2^24).
+        """Pack raw [n, width] fp32, of tokens from ``first`` on, into [n, 2 * (best + named + reported)] fp32. The
+        first half has values, the second half the ids of their tokens (exact below 2^24).
         """
-        best = sampler.top_tokens(raw, self.num_best)  # the lowest ids of equal values, as sampling prefers them
+        masked = _masked(raw, requests, seen, first)
+        best = sampler.top_tokens(masked, self.num_best)  # the lowest ids of equal values, as sampling prefers them
         named = best[:, :1].repeat(1, self.num_named)
         for row, request in zip(named, requests, strict=True):
             own = [i - first for i in _named(request, seen) if 0 <= i - first < raw.shape[1]]
             row[: len(own)] = torch.tensor(own, dtype=row.dtype)
         ids = torch.cat([best, named], 1)
+        if self.num_reported:
+            ids = torch.cat([ids, sampler.top_tokens(raw, self.num_reported)], 1)
         return torch.cat([raw.gather(1, ids), (ids + first).float()], 1)
 
     def unpack(self, packed: Tensor, vocabulary: int) -> Tensor:
         """Return the packed logits of all ranks as logits [n, vocabulary]; unknown ones are minus infinity."""
-        count = self.num_best + self.num_named
+        count = self.num_best + self.num_named + self.num_reported
         parts = packed.view(len(packed), -1, 2 * count)
         values, ids = parts[..., :count], parts[..., count:].long()
         logits = packed.new_full((len(packed), vocabulary), float("-inf"))
@@ -197,12 +203,39 @@ def _named(request: SamplingRequest, seen: Mapping[int, LogitChanges]) -> list[i
     tokens = {*request.banned_token_ids, *([request.prompt_logprob_token] if request.prompt_logprob_token >= 0 else [])}
     if request.logits_update is not None:
         history = seen[request.sequence]
-        if history.allowed_token_ids is not None:
-            return cast("list[int]", history.allowed_token_ids.tolist())
+        if (few := _few_allowed(history)) is not None:
+            return few
         tokens |= {*history.penalties.logit_bias, *history.tokens.tolist(), *history.banned_token_ids}
     return sorted(tokens)
 
 
 def _of_allowed(request: SamplingRequest, seen: Mapping[int, LogitChanges]) -> bool:
     """Return whether the request allows only tokens that it names."""
-    return request.logits_update is not None and seen[request.sequence].allowed_token_ids is not None
+    return request.logits_update is not None and _few_allowed(seen[request.sequence]) is not None
+
+
+def _is_masked(request: SamplingRequest, seen: Mapping[int, LogitChanges]) -> bool:
+    """Return whether the request has masks, and none of them names its tokens."""
+    return (
+        request.logits_update is not None
+        and bool(seen[request.sequence].masks)
+        and _few_allowed(seen[request.sequence]) is None
+    )
+
+
+def _masked(raw: Tensor, requests: list[SamplingRequest], seen: Mapping[int, LogitChanges], first: int) -> Tensor:
+    """Return ``raw`` [n, width], of tokens from ``first`` on, without the logits that masks forbid."""
+    rows = [row for row, request in enumerate(requests) if _is_masked(request, seen)]
+    if not rows:
+        return raw
+    masked = raw.clone()
+    for row in rows:
+        for mask in seen[requests[row].sequence].masks:
+            mask.apply(masked[row], first)
+    return masked
+
+
+def _few_allowed(changes: LogitChanges) -> list[int] | None:
+    """Return the tokens of the smallest mask that names its tokens; None if no mask does."""
+    named = [mask.few_token_ids for mask in changes.masks if mask.few_token_ids is not None]
+    return sorted(min(named, key=lambda ids: len(ids))) if named else None
