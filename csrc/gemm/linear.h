@@ -91,9 +91,9 @@ struct Variant {
   const Kernel* quantized;  // for weights of few bits, by Type of x, b and y
 };
 
-extern const Kernel kAmx, kAvx512Bf16, kAvx2Bf16;  // bf16
+extern const Kernel kAmx, kAvx512Bf16, kAvx512, kAvx2Bf16;  // bf16
 extern const Kernel kAvx2Half;
-extern const Packing kAmxPanels, kPanels, kAvx2Panels;
+extern const Packing kAmxPanels, kAvx512Bf16Panels, kAvx512Panels, kAvx2Panels;
 
 constexpr std::size_t kVariants = 4;
 extern const Variant* variants();  // best first; kVariants of them

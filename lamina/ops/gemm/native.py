@@ -3,8 +3,8 @@
 Decoding has few rows, so a layer takes the time of reading its weights. torch takes several times as long for fp32, and
 for bf16 on a CPU without bf16 instructions. With these (AVX512-BF16, AMX) it takes twice as long, unless it may keep a
 copy of the weights in its own order. So may native (``packs_weights``). By AVX512-BF16, a step of 1 or 8 rows then
-takes 5 to 8 % less time; for bf16 by AVX2, a layer of 8 rows takes half the time. What native computes of a row depends
-on that row alone, bit for bit, packed or not.
+takes 5 to 8 % less time. A layer of 8 rows of bf16 takes half the time by AVX2, and the same by AVX-512. What native
+computes of a row depends on that row alone, bit for bit, packed or not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from .quantized import QuantizedWeight
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_LIMIT = (1 << 63) - 1
 CHANNEL_BLOCK = 128  # numbers of k that are summed before they are scaled, by channel
-# The rows of bf16 up to which native is about as fast as torch, by variant, if torch has its own bf16 product
-# (perf/DIARY.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
-MOST_ROWS = {"amx": NO_LIMIT, "avx512_bf16": 128, "avx512": 32, "avx2": 32}
+# The rows of bf16 up to which native is about as fast as torch (perf/DIARY.md). Other variants are faster for any number.
+MOST_ROWS = {"avx512_bf16": 128}
 
 
 class NativeLinear:
@@ -39,7 +38,7 @@ class NativeLinear:
         self._run = self.engine.linear
         self.most_rows: dict[torch.dtype, int] = {}  # by dtype, if there is a limit
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            self.most_rows[torch.bfloat16] = MOST_ROWS[variant or usable()[0]]
+            self.most_rows[torch.bfloat16] = MOST_ROWS.get(variant or usable()[0], NO_LIMIT)
 
     def max_engine_rows(self, dtype: torch.dtype) -> int:
         """Return the most rows for one call of ``engine``; with more, torch is faster."""
