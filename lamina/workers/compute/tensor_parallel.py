@@ -238,4 +238,4 @@ def _masked(raw: Tensor, requests: list[SamplingRequest], seen: Mapping[int, Log
 def _few_allowed(changes: LogitChanges) -> list[int] | None:
     """Return the tokens of the smallest mask that names its tokens; None if no mask does."""
     named = [mask.few_token_ids for mask in changes.masks if mask.few_token_ids is not None]
-    return sorted(min(named, key=lambda ids: len(ids))) if named else None
+    return min((sorted(ids) for ids in named), key=len, default=None)
