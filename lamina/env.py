@@ -17,13 +17,13 @@ PACKED = "LAMINA_PACKED_WEIGHTS"
 VARIABLES = {
     KEY: "the key that peers of a cluster share, hexadecimal, 16 bytes or more; default: a fresh one for each run",
     KEY_FILE: "a file with that key; it is refused if others than its owner may touch it",
-    "LAMINA_API_KEY": "keys of the server, by comma; all requests but `/health` and `/ping` need one (`--api-key`)",
-    "LAMINA_ADMIN_KEY": "the operator's key of the HTTP server, for `lamina-launch scale` (`--admin-key`)",
+    "LAMINA_API_KEY": "keys of the server, separated by commas, one of which a client must send (`--api-key`)",
+    "LAMINA_ADMIN_KEY": "the operator's key, for `lamina-launch scale`, `drain` and `cordon` (`--admin-key`)",
     "LAMINA_TRACE": "write a trace of the run to this file (`--trace`)",
-    TRANSPORTS: "more transports, NAME=MODULE by comma, such as those of tests; modules of PYTHONPATH",
+    TRANSPORTS: "more transports, such as those of tests: NAME=MODULE,... of PYTHONPATH",
     "LAMINA_EMULATE": "times of emulated devices; see `lamina.utils.emulated_device`",
-    "LAMINA_MEDIA": "more KV media, NAME=MODULE by comma, such as those of tests; modules of PYTHONPATH",
-    "LAMINA_RDMA_DEVICE": "this host's RDMA device, where hosts have different ones; as `--rdma-device`",
+    "LAMINA_MEDIA": "more KV storage, such as that of tests: NAME=MODULE,... of PYTHONPATH",
+    "LAMINA_RDMA_DEVICE": "this host's RDMA device; `--rdma-device` names the same one for all hosts",
     "LAMINA_RDMA_TRAFFIC_CLASS": "the traffic class of RoCE packets, 0 to 255: DSCP * 4 + ECN; default: 0",
     "LAMINA_RDMA_SERVICE_LEVEL": "InfiniBand packets' service level, 0 to 15, or RoCE's priority, 0 to 7; default: 0",
     "LAMINA_RDMA_PARTITION": "the key of an InfiniBand partition, such as 0x8001; default: the first of the port",
@@ -36,10 +36,10 @@ VARIABLES = {
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
     "LAMINA_CACHE": "folder of captures and kernels for later starts, empty for none; default: `~/.cache/lamina`",
     LEASE_BYTES: "set by `lend` for its guests: the most KV memory that one may take",
-    LEASE_METER: "set by `lend` for its guests: a descriptor of what one has read of it",
-    PACKED: "set by a launcher for its workers: the memory file where those of one host have packed weights together",
-    "LAMINA_TRIPWIRE": "set by `drill` and `check` for workers: the file by which one ends at a message of a kind",
-    "LAMINA_BENCH_LIFE_LINE": "set by `bench` for the servers that it starts: a descriptor that ends with it",
+    LEASE_METER: "set by `lend` for its guests: the descriptor by which one reports how much it has read",
+    PACKED: "set by a launcher for its workers: the memory file in which those of one host share packed weights",
+    "LAMINA_TRIPWIRE": "set by `drill` and `check` for workers: a file that makes one end at a given message",
+    "LAMINA_BENCH_LIFE_LINE": "set by `bench` for its servers: a descriptor that closes when `bench` ends",
 }
 
 

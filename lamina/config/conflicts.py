@@ -165,21 +165,21 @@ SCALE = "lamina-launch scale and lamina-launch drain"
 CONFLICTS: dict[tuple[str, str], str] = {
     ("--decode-only", "--deterministic"): "no prompt is computed",
     ("--decode-only", "--context-overflow truncate"): "no prompt is computed",
-    ("--decode-only", WINDOWED_LAYERS): "it gives K and V to whole prompts",
-    ("--context-overflow truncate", "--deterministic"): "KV that has moved has other bits than computed KV",
+    ("--decode-only", WINDOWED_LAYERS): "it stores K and V for whole prompts, not for windows",
+    ("--context-overflow truncate", "--deterministic"): "moved KV is not bitwise equal to computed KV",
     ("--context-overflow truncate", "--tensor-parallel-size 2 or more"): "ranks cannot move KV yet",
     ("--context-overflow truncate", "--prefill-workers"): "the KV of prefill workers cannot move",
     ("--kv-sparsity evict", "--context-overflow truncate"): "a session's next turn needs all KV",
-    ("--kv-sparsity select", "--context-overflow truncate"): "blocks are chosen by keys, which would move",
-    ("--kv-sparsity select", "--memory-device cuda"): "memory workers on CPUs alone choose blocks",
-    ("--kv-checks", "--memory-device cuda"): "memory workers on CPUs alone compare checksums",
+    ("--kv-sparsity select", "--context-overflow truncate"): "blocks are chosen by their K, which would change",
+    ("--kv-sparsity select", "--memory-device cuda"): "only memory workers on CPUs choose blocks",
+    ("--kv-checks", "--memory-device cuda"): "only memory workers on CPUs compare checksums",
     **{
         (sparsity, other): why
         for sparsity in ("--kv-sparsity evict", "--kv-sparsity select")
         for other, why in {
-            "--partition token": "blocks are compared on the worker that has all tokens of a head",
-            "--partition request": "blocks are compared with --partition head alone",
-            "--partition spill": "blocks are compared on the worker that has all tokens of a head",
+            "--partition token": "a worker compares the blocks of a head only if it has all of them",
+            "--partition request": "blocks are compared only with --partition head",
+            "--partition spill": "a worker compares the blocks of a head only if it has all of them",
             "--prefill-workers": "prefill workers do not compare blocks",
         }.items()
     },
@@ -190,43 +190,43 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--prefill-workers": "prefill workers do not load KV",
             "--no-enable-prefix-caching": "KV is loaded for prefixes that the cache finds",
             "--kv-sparsity select": "loaded KV has no index of its blocks",
-            "--kv-sparsity evict:max-kl=": "answers are compared by KV that is computed",
+            "--kv-sparsity evict:max-kl=": "the error budget compares answers with computed KV",
         }.items()
     },
-    ("--decode-only", "--kv-offloading-size"): "it keeps no KV",
-    ("--decode-only", "--kv-offload dir="): "it keeps no KV",
+    ("--decode-only", "--kv-offloading-size"): "it stores no KV",
+    ("--decode-only", "--kv-offload dir="): "it stores no KV",
     **{
         (one_pool, other): why
         for one_pool in ("--kv-parity 1", "--lending borrow.max", "--lending lend.share")
         for other, why in {
             "--memory-workers 1": "two or more share the KV",
             "--tensor-parallel-size 2 or more": "ranks have memory workers of their own",
-            "--memory-weights": "memory workers have equal parts",
-            "--pipeline auto": "memory workers have equal parts, and it measures others",
+            "--memory-weights": "memory workers need equal parts",
+            "--pipeline auto": "memory workers need equal parts, and it measures unequal ones",
             "--launcher ray": "memory workers are on this host",
             "--launcher static": "memory workers are on this host",
-            "--memory-addresses": "memory workers come and go, and take free places",
+            "--memory-addresses": "memory workers join and leave, at free addresses",
             "--memory-device cuda": "KV is in the memory of this host",
             "--memory-device auto": "KV is in the memory of this host",
-            "--transport loopback": "memory workers are processes of their own",
-            "--kv-offloading-size": "all KV is in the pool",
-            "--kv-offload dir=": "all KV is in the pool",
-            "--decode-only": "all KV is in the pool",
-            "--context-overflow truncate": "KV stays at its place",
-            "--kv-sparsity evict": "sequences keep all KV",
-            "--kv-sparsity select": "copies of KV have no index of blocks",
+            "--transport loopback": "memory workers must be separate processes",
+            "--kv-offloading-size": "all KV must be in the pool",
+            "--kv-offload dir=": "all KV must be in the pool",
+            "--decode-only": "all KV must be in the pool",
+            "--context-overflow truncate": "KV must stay at its place",
+            "--kv-sparsity evict": "sequences must keep all KV",
+            "--kv-sparsity select": "copied KV has no index of its blocks",
         }.items()
     },
     **{
-        ("--kv-parity 1", partition): "workers have equal shapes with --partition head alone"
+        ("--kv-parity 1", partition): "workers have equal shapes only with --partition head"
         for partition in ("--partition token", "--partition request", "--partition spill")
     },
-    ("--kv-parity 1", "--kv-cache-dtype int8 or fp8"): "parity is of K and V without scales",
-    ("--attention-backend flashinfer", "--kv-cache-dtype int8 or fp8"): "it stores K and V as --dtype alone",
+    ("--kv-parity 1", "--kv-cache-dtype int8 or fp8"): "parity does not cover the scales of 8-bit KV",
+    ("--attention-backend flashinfer", "--kv-cache-dtype int8 or fp8"): "it stores K and V only as --dtype",
     ("--gemm native", "--compute-device cuda"): "it computes on CPUs",
     ("--tensor-parallel-size 2 or more", "--memory-workers 1"): "each rank has memory workers of its own",
     ("--tensor-parallel-size 2 or more", "--prefill-workers"): "a prefill worker has all weights",
-    ("--tensor-parallel-size 2 or more", "--compute-device cuda:N"): "each rank takes a GPU",
+    ("--tensor-parallel-size 2 or more", "--compute-device cuda:N"): "each rank takes a GPU of its own",
     **{
         (joining, "--transport gin"): "all its channels are made at the start, and no worker joins later"
         for joining in (
@@ -242,9 +242,9 @@ CONFLICTS: dict[tuple[str, str], str] = {
         (spare, other): why
         for spare in ("--spare-compute", "--spare-memory")
         for other, why in {
-            "--launcher static": "people start the workers",
+            "--launcher static": "you start the workers",
             "--transport loopback": "workers are threads, which are not replaced",
-            "--cores": "a spare has no cores before it takes a place",
+            "--cores": "a spare has no cores until it replaces a worker",
         }.items()
     },
     **{
@@ -255,11 +255,11 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--spare-compute", NN_MODULE): "its compute worker is a thread of this process",
     ("--launcher ray", "--compute-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
     ("--launcher ray", "--memory-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
-    ("--launcher ray", "--memory-addresses"): "hosts have their addresses from Ray",
+    ("--launcher ray", "--memory-addresses"): "Ray gives the hosts' addresses",
     ("--launcher ray", "--cores"): "Ray gives workers their cores",
-    ("--launcher static", "--cores"): "they are this machine's, and you start workers elsewhere under taskset",
+    ("--launcher static", "--cores"): "it names cores of this host: start the workers under taskset instead",
     **{
-        ("--transport loopback", launcher): "it stays in one process, and workers are on other hosts"
+        ("--transport loopback", launcher): "it connects threads of one process, and these workers are elsewhere"
         for launcher in ("--launcher ray", "--launcher static")
     },
     ("--transport loopback", "--cores"): "workers are threads of this process",
@@ -275,17 +275,17 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for change in (RESIZE, REWEIGH)
         for other, why in {
             "--transport gin": "it makes all channels at the start",
-            "--context-overflow truncate": "sessions are cut at stripes",
+            "--context-overflow truncate": "its pieces depend on the number of memory workers",
             "--kv-sparsity evict": "KV with holes cannot be moved",
             "--kv-sparsity select": "an index of blocks cannot be moved",
             "--memory-device cuda": "KV on a GPU cannot be moved",
             "--memory-device auto": "KV on a GPU cannot be moved",
-            "--kv-parity 1": "parity is of as many memory workers as there are",
+            "--kv-parity 1": "parity is computed over a fixed number of memory workers",
         }.items()
     },
     (RESIZE, "--memory-addresses"): "each memory worker has an address of its own",
-    (RESIZE, "--memory-weights measured"): "each memory worker has a part of the work of its own",
-    (RESIZE, "--pipeline auto"): "it has measured the memory workers that there are",
+    (RESIZE, "--memory-weights measured"): "the parts were measured for these memory workers",
+    (RESIZE, "--pipeline auto"): "it has measured these memory workers",
 }
 
 # (a, those of which it needs one) -> why.
@@ -293,29 +293,29 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--preemption-mode swap", ("--kv-offloading-size", "--kv-offload dir=")): "KV is kept there",
     ("--kv-offload key=", ("--kv-offload dir=",)): "it is the secret of the directory",
     ("--kv-offload ttl=", ("--kv-offload dir=",)): "it is for pages in the directory",
-    ("--kv-offload size=", ("--kv-offload dir=",)): "memory has --kv-offloading-size",
+    ("--kv-offload size=", ("--kv-offload dir=",)): "it is the size of the directory",
     ("--context-overflow truncate:ratio=", ("--context-overflow truncate",)): "it says how much is cut",
     ("--context-overflow truncate:keep-first=", ("--context-overflow truncate",)): "it says what is not cut",
     ("--collective nccl", ("--compute-device cuda", "--compute-device auto")): "NCCL is for GPUs",
-    ("--prefill-pipeline", ("--prefill-workers",)): "it shares the layers out among them",
-    ("--prefill-kv-memory", ("--prefill-workers",)): "it is memory of theirs",
-    ("--lending borrow.max", ("--lending ledger",)): "lenders are found there",
-    ("--lending lend.share", ("--lending ledger",)): "borrowers are found there",
-    ("--lending ledger", ("--lending borrow.max", "--lending lend.share")): "it keeps loans",
-    ("--lending lend.address", ("--lending lend.share",)): "borrowers come there",
+    ("--prefill-pipeline", ("--prefill-workers",)): "it divides the layers among them",
+    ("--prefill-kv-memory", ("--prefill-workers",)): "it is their memory",
+    ("--lending borrow.max", ("--lending ledger",)): "the ledger finds lenders",
+    ("--lending lend.share", ("--lending ledger",)): "the ledger finds borrowers",
+    ("--lending ledger", ("--lending borrow.max", "--lending lend.share")): "it is for loans",
+    ("--lending lend.address", ("--lending lend.share",)): "borrowers connect to it",
     ("--lending lend.max_gbps", ("--lending lend.share",)): "it bounds what borrowers read",
-    ("--lending lend.share", ("--kv-cache-memory-bytes",)): "it is a part of that",
+    ("--lending lend.share", ("--kv-cache-memory-bytes",)): "it is a share of that size",
     ("--lending borrow.max", ("--partition spill",)): "parts of a sequence are on loan",
     ("--lending lend.share", ("--partition spill",)): "parts of a sequence come back from loans",
-    ("--memory-sms", ("--memory-device cuda", "--memory-device auto")): "a GPU has multiprocessors",
+    ("--memory-sms", ("--memory-device cuda", "--memory-device auto")): "only a GPU has multiprocessors",
     ("--rdma-device", ("--transport verbs, mlx5 or auto",)): "other transports use no RDMA",
     ("--launcher ray", ("--cluster",)): "it is auto, HOST:PORT, or the YAML of `lamina-launch cluster`",
     ("--ray-wait-s", ("--launcher ray",)): "Ray's autoscaler may start hosts",
-    ("--driver", ("--launcher static",)): "workers that people start come there",
-    ("--cluster FILE with hosts", ("--launcher static",)): "people start workers on them",
+    ("--driver", ("--launcher static",)): "workers that you start connect to it",
+    ("--cluster FILE with hosts", ("--launcher static",)): "you start the workers on them",
     (KV_DISCARD, ("--context-overflow truncate",)): "KV has to move",
-    (PRIORITY, ("--scheduling-policy priority",)): "requests run in the order in which they come",
-    (PREFILL_POLICY, ("--prefill-workers",)): "it chooses among them",
+    (PRIORITY, ("--scheduling-policy priority",)): "otherwise requests run in order of arrival",
+    (PREFILL_POLICY, ("--prefill-workers",)): "it chooses one of them",
     (SESSION_FILE, ("--kv-offload dir=",)): "the session's KV is there",
 }
 

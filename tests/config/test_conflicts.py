@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "conflicts.md"  # which this file writes, if it is run
 HEAD = """# Settings that exclude or need each other
 
-`python tests/config/test_conflicts.py` writes this page from `lamina/config/conflicts.py`. Other pairs go together.
-Numbers must still agree, as those of `--memory-addresses` and `--memory-workers`, and suit the model and the host.
-`lamina-launch serve MODEL --dry-run` checks yours, and a start refuses them in the same words.
+`python tests/config/test_conflicts.py` writes this page from `lamina/config/conflicts.py`. All other pairs work
+together. Numbers must also agree (such as those of `--memory-addresses` and `--memory-workers`), and suit the model
+and the host. `lamina-launch serve MODEL --dry-run` checks your settings; errors have the words of these tables.
 """
 OWN_FLAGS = ("cli", "tools")
 BY_TABLE = re.compile(r"\b(conflict|need)_text\(")
@@ -147,8 +147,8 @@ def page() -> str:
     needed = [f"| {name} | {' or '.join(others)} | {why} |" for (name, others), why in NEEDS.items()]
     parts = [
         HEAD,
-        "## No engine has both\n\n| setting | excludes | as |\n|---|---|---|\n" + "\n".join(refused) + "\n",
-        "## One needs another\n\n| setting | needs | as |\n|---|---|---|\n" + "\n".join(needed) + "\n",
+        "## No engine has both\n\n| setting | excludes | because |\n|---|---|---|\n" + "\n".join(refused) + "\n",
+        "## One needs another\n\n| setting | needs | because |\n|---|---|---|\n" + "\n".join(needed) + "\n",
     ]
     return "\n".join(parts)
 

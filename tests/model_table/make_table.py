@@ -39,7 +39,7 @@ REASONS = {
         r"(Mamba|Delta|Linear\w*Attention|Recurr|Conv|Rwkv|RWKV|Lightning|LSTM|Ssm|Mixer|Lru)\w*\)",
     "Attention that is indexed, compressed or sparse by data":
         "passes indices|is of type (indexed|compressed|heavily|minimax)|indexer|attends to",
-    "An attention of its own code":
+    "Attention in the model's own code, which cannot be routed":
         "attentions that can be routed|has no softmax attention|cannot be cut|cannot run a step|alters its mask",
     "Positions that do not begin at 0, or that the model counts": "number the tokens|counts positions",
     "A mask that is not causal": "is not causal|not causal with one window",
@@ -216,7 +216,8 @@ def page(results: Iterable[Result], kinds: Iterable[str]) -> str:
         "`tests/model_table/make_table.py --write`.\n",
         "The program builds each causal language model, and the text part of each image-text model, tiny and with",
         "random weights. Then it compares greedy tokens of `LLM` and of `wrap` with those of `transformers`, in fp32.",
-        "The names are those of `model_type`, with settings after a colon.\n",
+        'Names are those of `model_type`, with settings after a colon. "Not built" means that transformers could not',
+        'build a tiny model, "not run" that the program has not tried the family yet.\n',
         f"{versions}: {', '.join(f'{number} {words}' for words, number in counts.items())}.\n",
         "## The same tokens\n",
         names(of.get(SAME, [])),

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "environment.md"  # which this file writes, if it is run
 HEAD = """# Environment variables
 
-`python tests/utils/test_env.py` writes this page from `lamina/env.py`. Where a flag says the same, the flag wins.
+`python tests/utils/test_env.py` writes this page from `lamina/env.py`. A flag overrides the
+variable of the same meaning.
 
 """
 GOOD = "0123456789abcdef" * 4

@@ -234,7 +234,7 @@ def test_workers_of_a_device_share_what_it_has_free(gpus: int, monkeypatch: pyte
     [
         (["--compute-device", "gpu"], "--compute-device must be cpu, cuda, cuda:N or auto, not 'gpu'"),
         (["--memory-device", "cuda:x"], "--memory-device must be cpu, cuda, cuda:N or auto, not 'cuda:x'"),
-        (["--compute-device", "cuda:0", "--tensor-parallel-size", "2"], "each rank takes a GPU"),
+        (["--compute-device", "cuda:0", "--tensor-parallel-size", "2"], "each rank takes a GPU of its own"),
         (["--compute-device", "cuda"], "--compute-device cuda: torch"),
         (["--memory-device", "cuda:0"], "--memory-device cuda:0: torch"),
         (["--memory-sms", "8"], "--memory-sms needs --memory-device cuda or --memory-device auto"),

@@ -70,7 +70,7 @@ METRICS: dict[str, MetricSpec] = {
     # Requests, measured by the server. A prompt with several completions counts once.
     "time_to_first_token_seconds": _histogram("seconds", "from a request's arrival to its first token", _FIRST),
     "inter_token_latency_seconds": _histogram("seconds", "between two deltas of a completion", _BETWEEN),
-    "request_time_per_output_token_seconds": _histogram("seconds", "mean between a request's tokens", _BETWEEN),
+    "request_time_per_output_token_seconds": _histogram("seconds", "mean time between a request's tokens", _BETWEEN),
     "e2e_request_latency_seconds": _histogram("seconds", "from a request's arrival to its last token", _REQUEST),
     "request_queue_time_seconds": _histogram("seconds", "from a request's arrival to its prompt's first row", _REQUEST),
     "request_prefill_time_seconds": _histogram("seconds", "from the first row to the first token", _REQUEST),
@@ -84,7 +84,7 @@ METRICS: dict[str, MetricSpec] = {
     "request_params_n": _histogram("", "n as requested", _COUNTS),
     "request_params_max_tokens": _histogram("tokens", "max_tokens as requested", _TOKENS),
     "iteration_tokens_total": _histogram(
-        "tokens", "tokens of a step: generated ones, and those of prompts with their first token", _TOKENS
+        "tokens", "tokens of a step: generated ones, and prompts whose first token comes", _TOKENS
     ),
     "prompt_tokens": _of_vllm("counter", "tokens", "tokens of prompts"),
     "generation_tokens": _of_vllm("counter", "tokens", "generated tokens"),
@@ -104,7 +104,7 @@ METRICS: dict[str, MetricSpec] = {
     "num_requests_waiting_by_reason": _of_vllm("gauge", "requests", "waiting completions by reason", "reason"),
     "num_preemptions": _of_vllm("counter", "", "preemptions: a completion's KV was freed for others"),
     "engine_steps": _counter("", "finished steps"),
-    "rejected_step_plans": _counter("", "step plans that a memory worker has refused", "worker", old="refused_plans"),
+    "rejected_step_plans": _counter("", "step plans that a memory worker refused", "worker", old="refused_plans"),
     # The KV cache.
     "cache_config": _of_vllm("info", "", "sizes of the KV cache"),
     "kv_cache_usage_perc": _of_vllm("gauge", "0 to 1", "share of KV blocks in use, in the fullest layer group"),
@@ -132,7 +132,7 @@ METRICS: dict[str, MetricSpec] = {
     "session_resumed_turns": _counter(
         "", "turns after a session's first, by the tier that had its KV", "tier", old="session_hits"
     ),
-    "session_wait_seconds": _counter("seconds", "time for which these turns waited for their first row", "tier"),
+    "session_wait_seconds": _counter("seconds", "time until the first row of these turns was computed", "tier"),
     # KV sparsity.
     "kv_sparse_blocks_in_use": _gauge(
         "blocks", "KV blocks of running completions, in layers with full and with sparse KV", "layers",
@@ -156,11 +156,11 @@ METRICS: dict[str, MetricSpec] = {
     ),
     # Prefill workers and --slo.
     "prefill_replicated_pages": _gauge(
-        "pages", "copies of prompts' pages on prefill workers, in addition to the first of each", old="kv_replicas"
+        "pages", "second and further copies of prompts' pages on prefill workers", old="kv_replicas"
     ),
     "prefill_load": _gauge("", "the last admitted prompt's wait, divided by --slo ttft="),
     "decode_load": _gauge("", "the time of a decoding step, divided by --slo tbt="),
-    "ttft_samples": _counter("requests", "prompts that the next two sums are of", old="first_tokens"),
+    "ttft_samples": _counter("requests", "prompts counted in the next two sums", old="first_tokens"),
     "ttft_predicted_seconds": _counter(
         "seconds", "from arrivals to first tokens, as predicted", old="first_token_expected_seconds"
     ),
@@ -171,20 +171,20 @@ METRICS: dict[str, MetricSpec] = {
         "tokens", "tokens of prompts that were computed and not decoded", old="prefill_wasted_tokens"
     ),
     # KV on other workers and deployments.
-    "spilled_blocks": _gauge("blocks", "KV blocks of sequences with another home", "creditor", old="borrowed_blocks"),
+    "spilled_blocks": _gauge("blocks", "KV blocks away from their sequence's home", "creditor", old="borrowed_blocks"),
     "borrowed_bytes": _gauge("bytes", "memory that other deployments lend this one", "creditor", old="leased_bytes"),
     "borrow_refused": _counter("", "requests for a loan that a creditor could not grant", old="loan_refusals"),
     "lent_blocks": _gauge("blocks of 1 MiB", "memory that this deployment has lent, to others or itself", "debtor"),
     "debt_cycles": _gauge("", "cycles of debts between deployments, by the ledger"),
     "kv_migrated_bytes": _counter(
-        "bytes", "KV that went from one memory worker to another in a pause, by reason", "reason", old="moved_bytes"
+        "bytes", "KV that went from one memory worker to another during pauses", "reason", old="moved_bytes"
     ),
     "kv_migrated_blocks": _counter(
         "blocks", "KV blocks that returned home, or left with their sequence, during decoding", old="moved_blocks"
     ),
     # Workers, as they last reported.
     "worker_seconds": _counter(
-        "seconds", "time of a worker by activity; wait = for the other pool", "worker", "activity"
+        "seconds", "a worker's time; wait = it waits for the other pool", "worker", "activity"
     ),
     "memory_worker_message_bytes": _counter(
         "bytes", "payload of a memory worker's messages", "worker", "direction", old="worker_bytes"
