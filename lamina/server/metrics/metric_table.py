@@ -84,7 +84,7 @@ METRICS: dict[str, MetricSpec] = {
     "request_params_n": _histogram("", "n as requested", _COUNTS),
     "request_params_max_tokens": _histogram("tokens", "max_tokens as requested", _TOKENS),
     "iteration_tokens_total": _histogram(
-        "tokens", "tokens of a step: generated ones, and prompts whose first token comes", _TOKENS
+        "tokens", "tokens of a step: generated ones, and those of prompts that get their first token", _TOKENS
     ),
     "prompt_tokens": _of_vllm("counter", "tokens", "tokens of prompts"),
     "generation_tokens": _of_vllm("counter", "tokens", "generated tokens"),
@@ -175,7 +175,7 @@ METRICS: dict[str, MetricSpec] = {
     "borrowed_bytes": _gauge("bytes", "memory that other deployments lend this one", "creditor", old="leased_bytes"),
     "borrow_refused": _counter("", "requests for a loan that a creditor could not grant", old="loan_refusals"),
     "lent_blocks": _gauge("blocks of 1 MiB", "memory that this deployment has lent, to others or itself", "debtor"),
-    "debt_cycles": _gauge("", "cycles of debts between deployments, by the ledger"),
+    "debt_cycles": _gauge("", "cycles of debts between deployments, as the ledger knows them"),
     "kv_migrated_bytes": _counter(
         "bytes", "KV that went from one memory worker to another during pauses", "reason", old="moved_bytes"
     ),
