@@ -199,15 +199,15 @@ CONFLICTS: dict[tuple[str, str], str] = {
         (one_pool, other): why
         for one_pool in ("--kv-parity 1", "--lending borrow.max", "--lending lend.share")
         for other, why in {
-            "--memory-workers 1": "two or more share the KV",
+            "--memory-workers 1": "it needs two or more memory workers",
             "--tensor-parallel-size 2 or more": "ranks have memory workers of their own",
             "--memory-weights": "memory workers need equal parts",
             "--pipeline auto": "memory workers need equal parts, and it measures unequal ones",
-            "--launcher ray": "memory workers are on this host",
-            "--launcher static": "memory workers are on this host",
+            "--launcher ray": "memory workers must be on this host",
+            "--launcher static": "memory workers must be on this host",
             "--memory-addresses": "memory workers join and leave, at free addresses",
-            "--memory-device cuda": "KV is in the memory of this host",
-            "--memory-device auto": "KV is in the memory of this host",
+            "--memory-device cuda": "KV must be in the memory of this host",
+            "--memory-device auto": "KV must be in the memory of this host",
             "--transport loopback": "memory workers must be separate processes",
             "--kv-offloading-size": "all KV must be in the pool",
             "--kv-offload dir=": "all KV must be in the pool",

@@ -79,7 +79,7 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"memory_weights": [1, "x"]}, "--memory-weights must be positive numbers by comma, such as 0.7,0.3, or measured, not 'x'"),
     ({"memory_weights": [1.0]}, "--memory-weights names 1 weights for --memory-workers 2"),
     ({"kv_parity": 2}, "--kv-parity must be at most 1, not 2"),
-    ({"kv_parity": 1, "memory_workers": 1}, "--kv-parity 1 does not go with --memory-workers 1: two or more share the KV: leave one out"),
+    ({"kv_parity": 1, "memory_workers": 1}, "--kv-parity 1 does not go with --memory-workers 1: it needs two or more memory workers: leave one out"),
     ({"memory_weights": [2, 1, 1], "memory_workers": 2}, "--memory-weights names 3 weights for --memory-workers 2"),
     ({"memory_addresses": "127.0.0.1:0"}, "--memory-addresses names 1 places for --memory-workers 2"),
     ({"memory_addresses": "a:1,b:2,c:3"}, "--memory-addresses names 3 places for --memory-workers 2"),
