@@ -162,6 +162,14 @@ def test_the_index_leads_to_a_page_that_explains_the_flag() -> None:
         assert any(re.search(rf"--(?:no-)?{flag}(?![\w-])", page) for page in pages), flag
 
 
+def test_the_index_and_the_site_name_each_page() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    links = {(ROOT / "docs" / link).resolve() for link in re.findall(r"\]\(([^)#]+)", PAGES["docs/README.md"])}
+    for name in PAGES:
+        assert re.search(rf"[-:] {re.escape(name)}$", site, re.MULTILINE), f"mkdocs.yml: {name}"
+        assert name == "docs/README.md" or ROOT / name in links, f"docs/README.md: {name}"
+
+
 def test_documents_are_short() -> None:
     pages = {*PAGES} - LISTS | {"docs/README.md"}
     assert sum(len(PAGES[name].split()) for name in pages) <= 28_000
