@@ -101,7 +101,8 @@ clean:
 # The pages of docs/ and of this folder as a site with search: build/site/index.html. A broken link fails.
 .PHONY: docs
 docs: $(READY)
-	test -x $(BIN)/mkdocs || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	test -x $(BIN)/mkdocs || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	rm -rf build/docs && mkdir -p build/docs
 	git ls-files -co --exclude-standard docs perf examples '*.md' | grep -vE '^(tests|lamina)/|\.(py|jsonl)$$' | xargs cp --parents -t build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -75,7 +75,7 @@ struct Call {
 };
 
 inline int64_t padded(int64_t dim) { return (dim + kPad - 1) / kPad * kPad; }
-inline int64_t spread(int64_t qk_dim) { return 2 * padded(qk_dim); }  // numbers of a query's own form at most
+inline int64_t spread(int64_t qk_dim) { return 4 * padded(qk_dim); }  // numbers of a query's own form at most
 
 // Numbers in a node of `queries` queries: o [queries, padded v_dim], lse [kTile].
 inline int64_t node_size(const Operator& op, int64_t queries) { return queries * padded(op.v_dim) + kTile; }

@@ -20,14 +20,20 @@ namespace {
 #include "avx512/vectors.h"
 #include "kernel.h"
 #include "loops.h"
+
+#include "avx512/float_product.h"  // after those
+#include "avx512/pairs.h"  // after that
 #include "select.h"
 #include "tally.h"
 #include "task.h"
 #include "variant.h"
 
+constexpr std::array<RunTask, kStored> runs_bf16 = {run<BFloat16, BFloat16, Pairs>, run<BFloat16, Int8>,
+                                                    run<BFloat16, Fp8>};
+
 }  // namespace
 
-constexpr Variant kAvx512 = variant("avx512", avx512_usable);
+constexpr Variant kAvx512 = variant("avx512", avx512_usable, runs_bf16);
 
 }  // namespace lamina::attention
 

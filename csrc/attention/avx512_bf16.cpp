@@ -22,7 +22,8 @@ namespace {
 #include "kernel.h"
 #include "loops.h"
 
-#include "avx512/pairs.h"  // after those
+#include "avx512/bf16_product.h"  // after those
+#include "avx512/pairs.h"  // after that
 #include "select.h"
 #include "tally.h"
 #include "task.h"

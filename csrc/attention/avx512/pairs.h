@@ -1,30 +1,31 @@
-// The loops over keys and values of bf16 by products of pairs; see Vectors. Included after loops.h, in the same
-// namespace.
+// The loops over keys and values of bf16 by pairs of numbers; see Vectors. Included after loops.h, in the same namespace,
+// and after the variant's Product: how pairs are multiplied (bf16_product.h, float_product.h).
 //
 // A score is four chains, each over every fourth number of 4 x 4 pairs, so four keys next to each other leave four sums
 // to add. o takes tokens 2 i and 2 i + 1 of a chunk at once, one of which may be missing. So a query gets one chain of
 // operations over its own tokens, both in a prompt and in decoding.
 //
-// Weights are rounded to bf16. They are powers of two times numbers that depend only on their own scores, and o is
-// divided by their sum at the end. So their rounding does not depend on other tokens. Where a sequence is cut into stored
-// and new tokens changes o only by fp32's rounding.
+// A product of bf16 takes weights rounded to it. They are powers of two times numbers that depend only on their own
+// scores, and o is divided by their sum at the end. So their rounding does not depend on other tokens. Where a sequence
+// is cut into stored and new tokens changes o only by fp32's rounding.
 class Pairs {
  public:
   static constexpr int kMost = 8, kStep = 2 * W;
   static constexpr float kUnit = 1.44269504f;
   static constexpr bool kLate = true;
 
-  static int64_t width(int64_t dim) { return 2 * padded(dim); }
+  static int64_t width(int64_t dim) { return 2 * Product::kParts * padded(dim); }
 
   // Of each 32 numbers 4 x `count` vectors; the j-th has the pairs j, 4 + j, 8 + j and 12 + j, each four times.
   static void load(const BFloat16* const* from, int count, int64_t dim, float* to) {
-    for (int64_t d = 0; d < dim; d += kStep, to += 4 * count * W)
+    constexpr int kVector = Product::kParts * W;
+    for (int64_t d = 0; d < dim; d += kStep, to += 4 * count * kVector)
       for (int g = 0; g < count; ++g) {
         const __m512i x = line(from[g] + d, dim - d);
-        store(to + g * W, (V)_mm512_shuffle_epi32(x, _MM_PERM_AAAA));
-        store(to + (count + g) * W, (V)_mm512_shuffle_epi32(x, _MM_PERM_BBBB));
-        store(to + (2 * count + g) * W, (V)_mm512_shuffle_epi32(x, _MM_PERM_CCCC));
-        store(to + (3 * count + g) * W, (V)_mm512_shuffle_epi32(x, _MM_PERM_DDDD));
+        Product::store_query(to + g * kVector, _mm512_shuffle_epi32(x, _MM_PERM_AAAA));
+        Product::store_query(to + (count + g) * kVector, _mm512_shuffle_epi32(x, _MM_PERM_BBBB));
+        Product::store_query(to + (2 * count + g) * kVector, _mm512_shuffle_epi32(x, _MM_PERM_CCCC));
+        Product::store_query(to + (3 * count + g) * kVector, _mm512_shuffle_epi32(x, _MM_PERM_DDDD));
       }
   }
 
@@ -33,20 +34,17 @@ class Pairs {
     by_count(count, [&](auto number) { scores<decltype(number)::value>(q, k, stride, low, high, dim, score, ahead); });
   }
 
-  // Scores in powers of two to weights of bf16, a pair in the place of a score.
+  // Scores in powers of two to weights as Product takes them.
   static Softmax weights(float top, int begin, int end, float* score) {
     const float near = top > -__FLT_MAX__ ? top : 0;
     const float shift = kApart * __builtin_rintf(near / kApart), n = __builtin_rintf(near - shift) - 1;
-    const auto one = (__m512bh)_mm512_set1_epi16(0x3f80);
-    __m512 total = _mm512_setzero_ps();
+    V total = {};
     for (int t = begin; t < end; t += kStep) {
       const V a = attention::load(score + t), b = attention::load(score + t + W);
-      const auto x = (__m512)power(a - set(shift), set(n)), y = (__m512)power(b - set(shift), set(n));
-      const __m512bh pairs = _mm512_cvtne2ps_pbh(y, x);
-      total = _mm512_dpbf16_ps(total, pairs, one);
-      store(score + t / 2, (V)pairs);
+      const V x = power(a - set(shift), set(n)), y = power(b - set(shift), set(n));
+      total = Product::store_weights(total, x, y, score + t / 2 * Product::kParts);
     }
-    const float sum = fold((V)total, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+    const float sum = fold(total, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
     return {top > -__FLT_MAX__ ? (shift + n) * 0.693147180f : top, sum < 1 ? 1 : sum};
   }
 
@@ -92,11 +90,11 @@ class Pairs {
   }
 
   // Four rows of 32 numbers to vectors as `load` makes them, of which the four places of a pair have those of four rows.
-  [[gnu::always_inline]] static void weave(__m512i x, __m512i y, __m512i z, __m512i w, __m512bh* to) {
+  [[gnu::always_inline]] static void weave(__m512i x, __m512i y, __m512i z, __m512i w, __m512i* to) {
     const __m512i a = _mm512_unpacklo_epi32(x, y), b = _mm512_unpacklo_epi32(z, w);
     const __m512i c = _mm512_unpackhi_epi32(x, y), d = _mm512_unpackhi_epi32(z, w);
-    to[0] = (__m512bh)_mm512_unpacklo_epi64(a, b), to[1] = (__m512bh)_mm512_unpackhi_epi64(a, b);
-    to[2] = (__m512bh)_mm512_unpacklo_epi64(c, d), to[3] = (__m512bh)_mm512_unpackhi_epi64(c, d);
+    to[0] = _mm512_unpacklo_epi64(a, b), to[1] = _mm512_unpackhi_epi64(a, b);
+    to[2] = _mm512_unpacklo_epi64(c, d), to[3] = _mm512_unpackhi_epi64(c, d);
   }
 
   // In each four lanes, the sum over half of the fours of a, or of b.
@@ -114,18 +112,20 @@ class Pairs {
       V sum[G][2] = {};
       const float* x = q;
       const auto step = [&](const BFloat16* at, int64_t left) __attribute__((always_inline)) {
-        __m512bh keys[2][4];
+        __m512i keys[2][4];
         for (int h = 0; h < 2; ++h)
           weave(line(at + row[4 * h], left), line(at + row[4 * h + 1], left), line(at + row[4 * h + 2], left),
                 line(at + row[4 * h + 3], left), keys[h]);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < 4; ++j) {
+          const Product a(keys[0][j]), b(keys[1][j]);
 #pragma GCC unroll 8
-          for (int g = 0; g < G; ++g, x += W) {
-            const auto y = (__m512bh)attention::load(x);
-            sum[g][0] = (V)_mm512_dpbf16_ps((__m512)sum[g][0], y, keys[0][j]);
-            sum[g][1] = (V)_mm512_dpbf16_ps((__m512)sum[g][1], y, keys[1][j]);
+          for (int g = 0; g < G; ++g, x += Product::kParts * W) {
+            const Product y(x);
+            sum[g][0] = y.times(a, sum[g][0]);
+            sum[g][1] = y.times(b, sum[g][1]);
           }
+        }
         ahead.template fetch<kKeys * 64>();
       };
       int64_t d = 0;
@@ -141,18 +141,11 @@ class Pairs {
     }
   }
 
-  // sum += x . the pair w. The compiler would load w once for two of these, into a register of its own.
-  [[gnu::always_inline]] static void add_both(V& sum, __m512bh x, const float& w) {
-    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(x), "m"(w));
-  }
-
-  // weight: pairs, from the chunk's first token on.
+  // weight: as `weights` left them, from the chunk's first token on.
   template <int G>  // not inline, where registers would be spilled
   [[gnu::noinline]] static void accumulate(const float* weight, const BFloat16* v, int64_t stride, int low, int high,
                                            bool first, int64_t dim, float* o, int64_t stride_o, Ahead ahead) {
     constexpr int N = 32;  // tokens before o is written back
-    const __m512i up = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0100'0000, 0x0504'0000, 0x0908'0000, 0x0d0c'0000));
-    const __m512i down = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0302, 0x0706, 0x0b0a, 0x0f0e));
     for (int from = low; from < high;) {
       const int upto = int(min((from + N) & -2, high));
       const bool empty = first && from == low;
@@ -164,17 +157,12 @@ class Pairs {
           const float* at = o + g * stride_o + d;
           a[g] = empty ? V{} : attention::load(at), b[g] = empty ? V{} : attention::load(at + W);
         }
-        const float* w = weight + from / 2;
-        // Of two tokens, the even numbers and the odd ones.
+        const float* w = weight + from / 2 * Product::kParts;
         const auto two = [&](__m512i x, __m512i y) __attribute__((always_inline)) {
-          const auto even = (__m512bh)_mm512_mask_shuffle_epi8(x, 0xcccccccccccccccc, y, up);
-          const auto odd = (__m512bh)_mm512_mask_shuffle_epi8(y, 0x3333333333333333, x, down);
+          const typename Product::Values values(x, y);
 #pragma GCC unroll 8
-          for (int g = 0; g < G; ++g) {
-            add_both(a[g], even, w[g * kScores]);
-            add_both(b[g], odd, w[g * kScores]);
-          }
-          ++w;
+          for (int g = 0; g < G; ++g) values.add(w + g * kScores, a[g], b[g]);
+          w += Product::kParts;
           ahead.template fetch<128>();
         };
         const BFloat16* row = v + (from - low) * stride + d;
