@@ -21,7 +21,7 @@ from .quantized import QuantizedWeight
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_LIMIT = (1 << 63) - 1
 CHANNEL_BLOCK = 128  # numbers of k that are summed before they are scaled, by channel
-# The rows of bf16 up to which native is about as fast as torch (perf/DIARY.md). Other variants are faster for any number.
+# The rows of bf16 up to which native is about as fast as torch (perf/DIARY.md). Other variants always are.
 MOST_ROWS = {"avx512_bf16": 128}
 
 
