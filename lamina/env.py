@@ -12,6 +12,7 @@ from lamina.netstack.schemes import PLUGINS as TRANSPORTS
 
 LEASE_BYTES = "LAMINA_LEASE_BYTES"
 LEASE_METER = "LAMINA_LEASE_METER"
+LOG_JSON = "LAMINA_LOG_JSON"
 PACKED = "LAMINA_PACKED_WEIGHTS"
 # name -> what it is for; where a flag says the same, the flag wins
 VARIABLES = {
@@ -34,6 +35,7 @@ VARIABLES = {
     "LAMINA_LIBNCCL": "NCCL's library, where it is not found by its name; its headers are in `../include`",
     "LAMINA_NVCC": "nvcc, which compiles kernels with NCCL's headers, where it is not found by its name",
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
+    LOG_JSON: "1: commands and the processes that Lamina starts log JSON, as with `serve --log-json`",
     "LAMINA_CACHE": "folder of captures and kernels for later starts, empty for none; default: `~/.cache/lamina`",
     LEASE_BYTES: "set by `lend` for its guests: the most KV memory that one may take",
     LEASE_METER: "set by `lend` for its guests: the descriptor by which one reports how much it has read",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:  # also while modules are imported
-        print("interrupted", file=sys.stderr)
+        _say("interrupted", logging.WARNING)
         return 130
 
 
@@ -105,10 +106,10 @@ def _guarded(run: object, args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError) as e:
-        print(f"lamina-launch {args.command}: {_one_line(e)}", file=sys.stderr)
+        _say(f"lamina-launch {args.command}: {_one_line(e)}", logging.ERROR)
         return 2
     except WorkerError as e:
-        print(f"lamina-launch {args.command}: {_one_line(e)}", file=sys.stderr)
+        _say(f"lamina-launch {args.command}: {_one_line(e)}", logging.ERROR)
         return 1
     return status
 
@@ -130,6 +131,12 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _say(text: str, level: int) -> None:
+    from lamina.observe.log_lines import say
+
+    say(text, level)
+
+
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
@@ -139,7 +146,7 @@ def _one_line(error: Exception) -> str:
 def run_program() -> None:
     """``main``, as all that this process does."""
     end = ExitPromptly()
-    import_module("lamina.utils.log_limit").limit_repeats()
+    import_module("lamina.observe.log_lines").log_as_told("lamina-launch")
     # Imports leave hardly any garbage: to look for it after every 700 objects is an eighth of their time.
     gc.set_threshold(GARBAGE_OBJECTS, *gc.get_threshold()[1:])
     try:

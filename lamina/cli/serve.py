@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fcntl
+import logging
 import os
 import socket
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from lamina.config.option import parse_seconds
 from lamina.facts.host_memory import memory_bytes
 from lamina.facts.report import size_text
 from lamina.models.checkpoint import peek_config
+from lamina.observe.log_lines import log_json, say
 from lamina.server.journal.journal_directory import check_journal_directory
 from lamina.server.request.chat_template import read_template
 from lamina.server.server_config import ServerConfig
@@ -85,7 +86,7 @@ class _Elsewhere(argparse.Action):
         """Called by argparse."""
         setattr(namespace, self.dest, True)
         words = "is a flag of `bench decode` and `generate`, and an option of LLM"
-        print(f"{option_string} {words}: serve takes it until version {OLD_NAMES_GO}", file=sys.stderr)
+        say(f"{option_string} {words}: serve takes it until version {OLD_NAMES_GO}", logging.WARNING)
 
 
 def _seconds(text: str) -> float:
@@ -100,7 +101,7 @@ def _key(name: str, given: str) -> str:
     """Return a key from its flag or its variable. Raises ValueError for a variable without a key in it."""
     variable = f"LAMINA_{name.upper()}"
     if given:
-        print(f"{flag_name(name)}: other users of this host can see it; set {variable} instead", file=sys.stderr)
+        say(f"{flag_name(name)}: other users of this host can see it; set {variable} instead", logging.WARNING)
     elif variable in os.environ and not os.environ[variable].strip(" ,\t\n"):
         raise ValueError(f"{variable} is set and blank: give a key, or unset it")
     return given or os.environ.get(variable, "")
@@ -114,6 +115,8 @@ def _check_key_file(path: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 after an orderly end, 1 where the engine was lost; raises ValueError for bad input."""
+    if args.log_json:  # perhaps by --config
+        log_json("server")
     options = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
     options |= {name: _key(name, options[name]) for name in ("api_key", "admin_key")}
     config, engine = ServerConfig(**options), engine_config(args)
@@ -164,7 +167,6 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
             tokenizer=config.tokenizer,
             config=engine,
             conductor_config=config.conductor_config,
-            log_json=config.log_json,
             log_level=config.log_level,
             is_first=True,
         )
@@ -281,7 +283,7 @@ def _is_left_behind(path: str) -> bool:
 def say_ready(model: str, config: ServerConfig, url: str) -> None:
     print(f"serving {config.names(model)[0]} on {url}", flush=True)
     if config.host not in ("127.0.0.1", "localhost", "::1") and not config.uds and not config.api_keys:
-        print("anybody who reaches this address may use it: set LAMINA_API_KEY", file=sys.stderr)
+        say("anybody who reaches this address may use it: set LAMINA_API_KEY", logging.WARNING)
 
 
 def _url(config: ServerConfig, sock: socket.socket) -> str:

@@ -20,6 +20,7 @@ from lamina.config.engine_config import EngineConfig
 from lamina.facts.report import count_text
 from lamina.models.generation_defaults import FILE, default_sampling_params
 from lamina.models.tokenizer import load_in_background
+from lamina.observe.log_lines import set_up_server_log
 from lamina.protocol.control import Progress
 
 from .app import make_app, with_middleware
@@ -32,7 +33,6 @@ from .engine_client.messages import StartEngine
 from .errors import ApiError
 from .journal.journal import Journal
 from .journal.resume import finish_all
-from .metrics.request_log import set_up_logging
 from .metrics.status_line import log_status_forever
 from .middleware.connection_limit import ConnectionLimiter, max_connections
 from .middleware.http_connection import Connection
@@ -58,7 +58,7 @@ def run(
     journal: Journal | None,
 ) -> int:
     """Serve until a signal, or until the engine is lost. Returns the exit status: 0, or 1 if the engine was lost."""
-    set_up_logging(as_json=config.log_json, level=config.log_level)
+    set_up_server_log(as_json=config.log_json, level=config.log_level)
     logger.info("starting %s", model)
     return uvloop.run(_serve(model, config, engine_config, handle, sock, on_ready, journal))
 
@@ -83,7 +83,6 @@ async def _serve(
             tokenizer=config.tokenizer,
             config=engine_config,
             conductor_config=config.conductor_config,
-            log_json=config.log_json,
             log_level=config.log_level,
         )
         client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine), journal)

@@ -6,6 +6,7 @@ A worker forked from the zygote (``zygote.py``) begins here too, and ps shows it
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import socket
 from collections.abc import Sequence
@@ -26,10 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     worker_process.door_fd = args.door_fd
     if args.cores:  # before any thread starts
         os.sched_setaffinity(0, map(int, args.cores.split(",")))
+    faulthandler.enable(all_threads=False)  # a crash prints where it was in Python
     module, _, function = args.serve.partition(":")
 
     def serve(sock: socket.socket) -> None:  # imports after the watch on the driver has begun
-        import_module("lamina.utils.log_limit").limit_repeats()
+        import_module("lamina.observe.log_lines").log_as_told(function.removeprefix("serve_"))
         getattr(import_module(module), function)(sock)
 
     worker_process.run_process(args.control_fd, serve, args.life_line_fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -29,9 +30,7 @@ def exit_now(why: str) -> None:
     except on the main thread.
     """
     if threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(OSError, ValueError):  # the reader has ended, or its disk is full
-            sys.stderr.write(why + "\n")
-            sys.stderr.flush()
+        logging.getLogger(__name__).error("%s", why)
         os._exit(1)
 
 
@@ -60,8 +59,7 @@ class ExitPromptly:
 
     def _end(self) -> None:
         if self.status is not None:
-            if logging := sys.modules.get("logging"):  # its exit function may have been registered before
-                logging.shutdown()
+            logging.shutdown()  # its exit function may have been registered before
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed, or missing
                     stream.flush()

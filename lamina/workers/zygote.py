@@ -314,6 +314,7 @@ def main() -> None:
     fcntl.fcntl(life_line, fcntl.F_SETFL, flags | os.O_ASYNC)
     if select.select([life_line], [], [], 0)[0]:
         return
+    import_module("lamina.observe.log_lines").log_as_told("zygote")
     gc.disable()  # imports leave hardly any garbage, and collections would take a sixth of their time
     lacks = load(args.modules)
     drop_exit_handlers()

@@ -102,7 +102,7 @@ def test_texts_without_end_take_no_memory_without_end() -> None:
 @pytest.mark.parametrize(
     "begun_by",
     [
-        "from lamina.server.metrics.request_log import set_up_logging; set_up_logging(as_json=True)",
+        "from lamina.observe.log_lines import set_up_server_log; set_up_server_log(as_json=True)",
         """
         from lamina.config.flat_options import make_config
         from lamina.server.engine_client.engine_process import set_up_engine_log

@@ -1,6 +1,7 @@
 """A worker forked from the warm process is what a fresh one would be, and lives and ends as one.
 
-Covers: lamina/executor/launchers/local.py, lamina/executor/launchers/zygote_client.py.
+Covers: lamina/executor/launchers/local.py, lamina/executor/launchers/process.py,
+lamina/executor/launchers/zygote_client.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,6 +14,7 @@ from lamina.config.flag_groups import RENAMED_FLAGS, flag_name
 from lamina.config.flat_options import OPTIONS, REMOVED_OPTIONS, SUBJECT_OF, flat_options, make_config
 from lamina.config.option import Option
 from lamina.executor.hosts.cluster_file import is_file
+from lamina.observe.log_lines import say
 
 from .group_flags import FlagValue, RenamedFlag, add_groups, add_old_flags
 
@@ -64,7 +65,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         options["hosts"] = options.pop("ray_address")  # of --cluster
     replacements, lines = translate_vllm_options(pasted, options)
     for line in lines:
-        print(line, file=sys.stderr)
+        say(line, logging.WARNING)
     return make_config(options | replacements)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from lamina.config.flag_groups import GROUP_OF, GROUPS, OLD_FLAGS, OLD_NAMES_GO, FlagGroup, flag_name, flag_text
+from lamina.observe.log_lines import say
 
 _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
@@ -69,7 +70,7 @@ def tell_old_flags(args: argparse.Namespace) -> None:
         else:
             own = {group.option: str(getattr(args, group.option))} if group.option in given else {}
             now = f"{group.flag} {group.write({**own, name: str(value)})}"
-        print(f"{written} is {now} now: the old name goes in version {OLD_NAMES_GO}", file=sys.stderr)
+        say(f"{written} is {now} now: the old name goes in version {OLD_NAMES_GO}", logging.WARNING)
 
 
 class _GroupAction(argparse.Action):

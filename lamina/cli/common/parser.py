@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from lamina.api.vllm_compat import replacement_of
+from lamina.observe.log_lines import log_json, say
 
 from .config_file import read_config
 from .group_flags import tell_old_flags
@@ -32,6 +34,8 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Nothing stays unknown."""
         known, args = self._option_string_actions, sys.argv[1:] if args is None else args
+        if "--log-json" in args:  # before any line about other flags
+            log_json("server")
         if self._subparsers is None:
             for word in (arg.partition("=")[2] for arg in args if arg.startswith("--help=")):
                 print(super().format_help() if word == "all" else self._help_on(word), end="")
@@ -112,7 +116,8 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(MISSING):
             names = message.removeprefix(MISSING)
             message = f"{names} {'are' if ',' in names else 'is'} missing"
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        say(f"{self.prog}: {message}; see {self.prog} --help", logging.ERROR)
+        self.exit(2)
 
 
 def _name(action: argparse.Action) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,6 +17,7 @@ from lamina.executor.transport_choice import choose_transport
 from lamina.facts.host_memory import check_kv_memory_fits
 from lamina.facts.report import count_text
 from lamina.models.checkpoint import peek_config
+from lamina.observe.log_lines import say
 
 from .phrases import collective_text
 
@@ -40,7 +42,7 @@ def _open(scheme: str, rdma_device: str) -> None:
     """Says what the transport has to do without on this host. Raises as ``check``."""
     with closing(netstack.open(scheme, key=cluster_key(), device=rdma_device)) as fabric:
         for remark in fabric.remarks:
-            print(f"lamina-launch: --transport {scheme}: {remark}", file=sys.stderr)
+            say(f"lamina-launch: --transport {scheme}: {remark}", logging.WARNING)
 
 
 def _check_checkpoint(directory: Path, config: EngineConfig) -> int:

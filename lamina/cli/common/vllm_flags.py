@@ -4,8 +4,10 @@ engine are options, too (``lamina.api.vllm_compat``).
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Collection, Sequence
+
+from lamina.observe.log_lines import say
 
 # They do the same thing. A flag takes the place of a flag alone; what follows it stays.
 _SAME = {
@@ -57,7 +59,7 @@ def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
             flag = flag.replace("_", "-")
             arg = flag + equals + value
         if flag in _NOTHING and flag not in known:
-            print(f"{arg} is left out: {_NOTHING[flag]}", file=sys.stderr)
+            say(f"{arg} is left out: {_NOTHING[flag]}", logging.WARNING)
             continue
         if out[-2:-1] and out[-2] in _LISTS & {*known} and model_first and not arg.startswith("-"):
             out[-1] += f",{arg}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -13,18 +12,21 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lamina.config.conflicts import NN_MODULE, conflict_text
 from lamina.config.engine_config import EngineConfig
 from lamina.env import PACKED
 from lamina.facts.host_memory import check_kv_memory_fits, free_bytes
 from lamina.netstack.own_python import own_environment, own_python
+from lamina.observe.log_lines import json_environment
 from lamina.utils import cpu_cores
 from lamina.utils.proc import StopProbe
 
 from . import WorkerHandle
-from .zygote_client import START, NoForkError, ZygoteLostError
+from .process import Process, SpawnedProcess, exit_status_text
+from .worker_stderr import INHERITED, start_with_stderr
+from .zygote_client import START, NoForkError, ZygoteClient, ZygoteLostError
 
 log = logging.getLogger(__name__)
 
@@ -42,41 +44,6 @@ ROLES = {
 
 JOIN_AFTER_KILL_S = 10.0  # for a killed process to be gone
 STARTERS = {"engine"}  # roles that start workers of their own
-
-
-class Process(Protocol):
-    """The process of a worker, whichever process is its parent."""
-
-    pid: int
-
-    def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Return whether it has ended, after waiting ``timeout_s`` at most."""
-        ...
-
-    @property
-    def exit_status(self) -> int | None:
-        """The exit status, or minus the signal, once it has ended; None: unknown."""
-        ...
-
-    def kill(self) -> None: ...
-
-
-class SpawnedProcess:
-    """A process that imports its modules by itself, in contrast to a forked one."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.pid = process.pid
-        self.kill = process.kill
-        self._process = process
-
-    def has_ended(self, timeout_s: float = 0.0) -> bool:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s) if timeout_s else self._process.poll()
-        return self._process.returncode is not None
-
-    @property
-    def exit_status(self) -> int | None:
-        return self._process.returncode
 
 
 class ProcessWorker:
@@ -235,7 +202,13 @@ def start(role: str, threads: int, on: cpu_cores.Cores, **env: str) -> tuple[Pro
     serve, own = ":".join(ROLES[role]), {**worker_environment(threads), **env}
 
     def fresh(control: socket.socket) -> Process:
-        return SpawnedProcess(spawn(role, control, threads, arguments, (), **env))
+        return start_with_stderr(
+            role, lambda err: SpawnedProcess(spawn(role, control, threads, arguments, (), err.fd, **env), err)
+        )
+
+    def forked(warm: ZygoteClient, control: socket.socket) -> Process:
+        fork = partial(warm.fork, serve, arguments, own, control, cores=on, starts=role in STARTERS)
+        return start_with_stderr(role, lambda err: fork(stderr=err))
 
     if any(own.get(name) for name in BINDING):
         return _linked(fresh)
@@ -243,7 +216,7 @@ def start(role: str, threads: int, on: cpu_cores.Cores, **env: str) -> tuple[Pro
         if (warm := START.get(own)) is None:
             break
         try:
-            return _linked(partial(warm.fork, serve, arguments, own, cores=on, starts=role in STARTERS))
+            return _linked(partial(forked, warm))
         except ZygoteLostError as error:
             START.forget(warm, error)
             gone, why = warm, error
@@ -269,9 +242,17 @@ def _linked(begin: Callable[[socket.socket], Process]) -> tuple[Process, socket.
 
 
 def spawn(
-    role: str, control: socket.socket, threads: int = 0, more: Sequence[str] = (), fds: Sequence[int] = (), **env: str
+    role: str,
+    control: socket.socket,
+    threads: int = 0,
+    more: Sequence[str] = (),
+    fds: Sequence[int] = (),
+    stderr: int = INHERITED.fd,
+    **env: str,
 ) -> subprocess.Popen[bytes]:
-    """Start a worker's fresh process with its end of the control link, ``more`` arguments and inherited descriptors."""
+    """Start a worker's fresh process with its end of the control link, ``more`` arguments and inherited descriptors.
+    ``stderr``: the descriptor of its stderr.
+    """
     module, function = ROLES[role]
     words = ["lamina.workers", f"{module}:{function}", "--control-fd", str(control.fileno()), *more]
     command, environ = own_python("-m", *words, environ={**worker_environment(threads), **env})
@@ -279,6 +260,7 @@ def spawn(
         command,
         pass_fds=[control.fileno(), *fds],
         stdin=subprocess.DEVNULL,
+        stderr=None if stderr == INHERITED.fd else stderr,
         env=environ,
         process_group=0,  # Ctrl-C is the driver's to handle, also while the worker still imports
     )
@@ -286,7 +268,7 @@ def spawn(
 
 def spawn_supervised(
     role: str, sock: socket.socket, keys: bytes, threads: int, fds: Sequence[int] = (), **env: str
-) -> tuple[subprocess.Popen[bytes], int]:
+) -> tuple[SpawnedProcess, int]:
     """Start a worker's process with a control link to a driver elsewhere. Returns it and its life line, which ends with
     this process, however that ends. Raises OSError if this host starts no more processes.
     """
@@ -294,26 +276,15 @@ def spawn_supervised(
     with suppress(BrokenPipeError):
         os.write(life_line, keys)
     try:
-        return spawn(role, sock, threads, ["--life-line-fd", str(theirs)], [theirs, *fds], **env), life_line
+        more, inherited = ["--life-line-fd", str(theirs)], [theirs, *fds]
+        return start_with_stderr(
+            role, lambda err: SpawnedProcess(spawn(role, sock, threads, more, inherited, err.fd, **env), err)
+        ), life_line
     except OSError:
         os.close(life_line)
         raise
     finally:
         os.close(theirs)
-
-
-def exit_status_text(status: int | None) -> str:
-    """Return how a process with this exit status ended, in words; None: unknown."""
-    if status is None:
-        return "ended, in an unknown way, since its zygote had ended or was stopped"
-    return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -325,5 +296,5 @@ def worker_environment(threads: int) -> dict[str, str]:
     wanted = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     # No worker computes with numpy: its OpenBLAS need not start a thread for each core, and no process with more than
     # one thread forks.
-    always = {"OPENBLAS_NUM_THREADS": "1"}
+    always = {"OPENBLAS_NUM_THREADS": "1", **json_environment()}
     return own_environment({**defaults, **os.environ, **wanted, **always})

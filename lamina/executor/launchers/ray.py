@@ -37,6 +37,7 @@ from lamina.executor.hosts.worker_placement import (
     worker_requirements,
 )
 from lamina.netstack import ChannelError
+from lamina.observe.log_lines import is_json
 from lamina.protocol.encrypted_socket import EncryptedSocket
 
 from . import HostLostError, WorkerHandle
@@ -221,6 +222,7 @@ class RayLauncher:
         order = {
             "role": role, "threads": threads or self._share(role, seat), "key": self._key.hex(),
             "host": seat.assignment.host.address, "name": own, "driver": seat.names[1],
+            "log_json": is_json(),
         }  # fmt: skip
         seat.pending_call = seat.agent.listen.remote(json.dumps(order))
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 import json
 import os
 import threading
-from subprocess import Popen
 from typing import Any
 
 from lamina import __version__
 from lamina.netstack import ChannelError
 from lamina.netstack.contract.cluster_key import KEY, KEY_FILE
+from lamina.observe.log_lines import log_json
 from lamina.utils.proc import StopProbe
 
-from .local import exit_status_text, spawn_supervised
+from .local import spawn_supervised
+from .process import SpawnedProcess, exit_status_text
 from .remote_links import ControlListener
 
 ARRIVAL_S = 60.0  # for the driver to connect, after which the agent stops waiting
@@ -30,7 +31,7 @@ class NodeAgent:
 
     def __init__(self) -> None:
         self._order: dict[str, Any] = {}
-        self._process: Popen[bytes] | None = None
+        self._process: SpawnedProcess | None = None
         self._life_line = -1
         self._started, self._ended = threading.Event(), threading.Event()
         self._fate = ""
@@ -39,10 +40,12 @@ class NodeAgent:
     def listen(self, order: str) -> str:
         """Listen for the driver. Returns {port, version, auth}; ``auth``: how Ray authenticates its own peers here.
 
-        ``order``: {role, threads, key, host, name, driver}. The key is hexadecimal, host is the interface that the
-        driver reaches, and name and driver name the two ends of the control link.
+        ``order``: {role, threads, key, host, name, driver, log_json}. The key is hexadecimal, host is the interface
+        that the driver reaches, and name and driver name the two ends of the control link.
         """
         self._order = json.loads(order)
+        if self._order.get("log_json"):
+            log_json("node agent")
         at, key = self._order, bytes.fromhex(self._order["key"])
         listener = ControlListener(at["host"], key, at["name"], at["driver"])
         threading.Thread(target=self._serve, args=(listener,), name="lamina-warden", daemon=True).start()

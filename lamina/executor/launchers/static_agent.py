@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
-from contextlib import suppress
-from subprocess import Popen, TimeoutExpired
 
 import msgspec
 
 from lamina import __version__
 from lamina.config.engine_config import MOST_THREADS
 from lamina.netstack import ChannelError, ChannelTimeout, HandshakeError
+from lamina.observe.log_lines import say
 from lamina.protocol.control import ControlLink, LinkClosedError
 from lamina.protocol.encrypted_socket import EncryptedSocket
 from lamina.workers.worker_process import ORPHAN_EXIT_S
 
-from .local import exit_status_text, spawn_supervised
+from .local import spawn_supervised
+from .process import SpawnedProcess, exit_status_text
 from .remote_links import connect_inheritable, host_port
 
 AGENT_NAME = "warden"  # the name of its end of the link; the command line names the driver's end
@@ -99,18 +98,18 @@ def run_agent(worker: StaticWorkerSpec, key: bytes, wait_s: float) -> int:
     try:
         cores = len(os.sched_getaffinity(0))
         link.send(AgentHello(role=worker.role, index=worker.index, host=host, cores=cores, version=__version__))
-        _say(f"{worker.label} has come to {at} from {host}")
+        say(f"{worker.label} has come to {at} from {host}")
         order = link.recv()
         if isinstance(order, StartWorker):
             return _serve(link, order, worker, key)
     except LinkClosedError:
-        _say(f"the driver at {at} is gone")
+        say(f"the driver at {at} is gone")
         return 1
     finally:
         link.close()
     if isinstance(order, WorkerRefused):
         raise ValueError(f"{worker.label} is refused by the driver at {at}: {order.text}")
-    _say(f"the driver at {at} has ended")
+    say(f"the driver at {at} has ended")
     return 0
 
 
@@ -124,23 +123,22 @@ def _serve(link: ControlLink, order: StartWorker, worker: StaticWorkerSpec, key:
     with sock:
         process, life_line = spawn_supervised(order.role, sock, keys, order.threads)
     link.send(WorkerStarted(pid=process.pid))
-    _say(f"{order.role}-{order.index} runs with pid {process.pid}")
+    say(f"{order.role}-{order.index} runs with pid {process.pid}")
     threading.Thread(target=_obey, args=(link, process), name="lamina-warden", daemon=True).start()
     status = process.wait()
     os.close(life_line)
     fate = exit_status_text(status)
-    _say(f"{order.role}-{order.index} {fate}")
+    say(f"{order.role}-{order.index} {fate}")
     link.send(WorkerExited(exit_reason=fate))
     return 0 if status == 0 else 1
 
 
-def _obey(link: ControlLink, process: Popen[bytes]) -> None:
+def _obey(link: ControlLink, process: SpawnedProcess) -> None:
     """End the worker when the driver orders it, or when the driver is gone and the worker does not notice."""
     try:
         link.recv()
     except LinkClosedError:
-        with suppress(TimeoutExpired):
-            process.wait(2 * ORPHAN_EXIT_S)
+        process.has_ended(2 * ORPHAN_EXIT_S)
     process.kill()
 
 
@@ -160,7 +158,3 @@ def _reach(worker: StaticWorkerSpec, key: bytes, wait_s: float) -> tuple[socket.
                     f"no driver at {host_port(*worker.driver)} within {wait_s:g} s (--wait-s): {error}"
                 ) from error
         threading.Event().wait(AGAIN_S)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")

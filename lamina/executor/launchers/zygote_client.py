@@ -29,6 +29,9 @@ from lamina.netstack.own_python import own_python
 from lamina.utils.proc import StopProbe
 from lamina.workers import worker_process
 
+from .process import SpawnedProcess
+from .worker_stderr import INHERITED, Stderr, start_with_stderr
+
 log = logging.getLogger(__name__)
 RESTART_MESSAGE = "%s: another one takes its place, and imports first"
 
@@ -65,10 +68,10 @@ class ZygoteLostError(NoForkError):
 class ForkedProcess:
     """The process of a worker, which is a child of the zygote. Safe from any thread."""
 
-    def __init__(self, pid: int, pidfd: int, line: socket.socket) -> None:
+    def __init__(self, pid: int, pidfd: int, line: socket.socket, stderr: Stderr = INHERITED) -> None:
         """Take ownership of ``pidfd`` and ``line``, the socket to the zygote."""
         self.pid = pid
-        self._pidfd, self._line = pidfd, line
+        self._pidfd, self._line, self._stderr = pidfd, line, stderr
         self._lock = threading.Lock()
         self._status: int | None = None
         self._ended = False
@@ -84,7 +87,9 @@ class ForkedProcess:
                 reply = _receive(self._line, STATUS_S)[0]
                 self._status = reply.get("status")
                 self._ended = True
-            return self._ended
+        if self._ended:
+            self._stderr.end(self._status)
+        return self._ended
 
     @property
     def exit_status(self) -> int | None:
@@ -113,6 +118,7 @@ class ZygoteClient:
         *,
         cores: Sequence[int] = (),
         starts: bool = False,
+        stderr: Stderr = INHERITED,
     ) -> ForkedProcess:
         """Fork a worker that serves ``control``. ``cores``: empty: those of the calling thread; ``starts``: whether it
         starts workers of its own. Raises NoForkError, ZygoteLostError.
@@ -134,7 +140,7 @@ class ZygoteClient:
             file.flush()
             directory = os.open(".", os.O_PATH | os.O_DIRECTORY)
             after.callback(os.close, directory)
-            standard = [duplicate_standard_stream(fd, after) for fd in (1, 2)]
+            standard = [duplicate_standard_stream(fd, after) for fd in (1, stderr.fd)]
             fds = [file.fileno(), theirs.fileno(), directory, *standard, control.fileno()]
             fds += [self._order_socket.fileno()] if starts else []
             try:
@@ -149,7 +155,7 @@ class ZygoteClient:
             raise
         answer, passed = _receive(ours, 0.0)
         if "pid" in answer and passed:
-            return ForkedProcess(answer["pid"], passed[0], ours)
+            return ForkedProcess(answer["pid"], passed[0], ours, stderr)
         ours.close()
         if "refused" in answer:
             raise NoForkError(f"the zygote refuses to fork: {answer['refused']}")
@@ -189,21 +195,28 @@ class OwnedZygote(ZygoteClient):
         with ExitStack() as after:
             after.callback(theirs.close)
             after.callback(os.close, held)
-            out, err = (duplicate_standard_stream(fd, after) for fd in (1, 2))
+            out = duplicate_standard_stream(1, after)
             before = signal.pthread_sigmask(
                 signal.SIG_BLOCK, worker_process.END_SIGNALS
             )  # inherited, until it ignores them
             after.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             command, environ = own_python("-m", "lamina.workers.zygote", *ends, *MODULES, environ=environment)
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=environ,
-                process_group=0,
-            )
+
+            def begin(stderr: Stderr) -> SpawnedProcess:
+                return SpawnedProcess(
+                    subprocess.Popen(
+                        command,
+                        pass_fds=fds,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=duplicate_standard_stream(stderr.fd, after),
+                        env=environ,
+                        process_group=0,
+                    ),
+                    stderr,
+                )
+
+            self._process = start_with_stderr("zygote", begin)
 
     @property
     def pid(self) -> int:
@@ -211,7 +224,7 @@ class OwnedZygote(ZygoteClient):
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._process.has_ended()
 
     def retire(self) -> None:
         """Give the process no more orders; it ends with the last of its workers."""

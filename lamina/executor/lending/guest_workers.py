@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lamina.env import LEASE_BYTES, LEASE_METER
 from lamina.executor.launchers.local import spawn_supervised
+from lamina.executor.launchers.process import SpawnedProcess
 from lamina.netstack.contract.cluster_key import KEY, KEY_FILE
 from lamina.utils.proc import stat_fields
 from lamina.workers.memory.lease_limits import READ_COUNTER
@@ -21,7 +21,7 @@ class GuestProcess(NamedTuple):
     (LAMINA_LEASE_METER), in which the worker records how many bytes of K and V its attention has read.
     """
 
-    process: subprocess.Popen[bytes]
+    process: SpawnedProcess
     life_line: int
     meter: int
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from lamina.executor.launchers.local import exit_status_text
+from lamina.executor.launchers.process import SpawnedProcess, exit_status_text
 from lamina.lending.creditor import Creditor, LendingTerms
 from lamina.lending.lending_messages import (
     MAX_BLOCKS,
@@ -209,7 +208,7 @@ class LenderService:
         ).start()
         return True
 
-    def _watch(self, lease: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, lease: int, process: SpawnedProcess) -> None:
         fate = exit_status_text(process.wait())
         with self._lock:
             if (guest := self.guests.pop(lease, None)) is not None:
@@ -231,9 +230,8 @@ class LenderService:
             if guest is None:
                 self.creditor.end_lease(lease)
                 return
-        try:
-            guest.process.wait(END_S if debtor not in ("", self.name) else 0.0)  # an engine does not wait for its own
-        except subprocess.TimeoutExpired:
+        patience_s = END_S if debtor not in ("", self.name) else 0.0  # an engine does not wait for its own
+        if not guest.process.has_ended(patience_s):
             guest.process.kill()
 
     def _end_overdue(self, now: float) -> None:

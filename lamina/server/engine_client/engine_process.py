@@ -21,6 +21,7 @@ from lamina.executor.launchers import open_launcher
 from lamina.executor.transport_choice import choose_transport
 from lamina.executor.worker_executor import WorkerExecutor
 from lamina.models.tokenizer import load_in_background
+from lamina.observe.log_lines import is_json
 from lamina.protocol.control import EPOCH_BITS, ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
 from lamina.protocol.executor import ReducedCapacityError, WorkerError
 from lamina.request import ErrorOrigin, OverloadedError, RequestOutput
@@ -101,11 +102,11 @@ def serve_engine(sock: socket.socket) -> None:
 
 def set_up_engine_log(start: StartEngine) -> None:
     """Log the events of workers to stderr in the format of the server's lines."""
-    if not start.log_json:
+    if not is_json():
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
         limit_repeats()
-        for room in ("lamina.executor", "lamina.engine"):
-            logging.getLogger(room).setLevel(start.log_level.upper())
+    for room in ("lamina.executor", "lamina.engine"):
+        logging.getLogger(room).setLevel(start.log_level.upper())
 
 
 def serve_link(link: ControlLink, start: StartEngine) -> None:

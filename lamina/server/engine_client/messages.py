@@ -20,7 +20,6 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     tokenizer: str  # a path or hub id; "" = the model's own
     config: EngineConfig
     conductor_config: ConductorConfig = ConductorConfig()  # limits of times that the server promises
-    log_json: bool = False  # the server logs JSON: then the engine logs no more than it must, as its lines are text
     log_level: str = "info"
     is_first: bool = False  # the server's first engine: it refuses limits that a single request would exceed
     lost_hosts: list[str] = []  # hosts where no worker may start; see HostLostError

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import contextvars
-import json
 import logging
 import re
 import secrets
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lamina.observe.log_lines import REQUEST_ID
 from lamina.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
-from lamina.utils.log_limit import limit_repeats
 
 from .http_metrics import ServerMetrics
 
-NO_REQUEST = "-"
-REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default=NO_REQUEST)
 MAX_PATH = 256  # characters of a path in the log
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 logger = logging.getLogger(__name__)
@@ -101,57 +94,3 @@ def _why(scope: Scope, state: dict[str, Any]) -> dict[str, Any]:
     if isinstance(error := state.get("error"), ApiError):
         fields |= {"code": error.code, "param": error.param, "error": error.message}
     return {name: value for name, value in fields.items() if value}
-
-
-def _quoted(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) and (" " in value or not value.isprintable()) else str(value)
-
-
-class LogFormatter(logging.Formatter):
-    """Log lines with the id of their request; ``as_json`` makes each a JSON object."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
-        self._as_json = as_json
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # the part before a traceback
-        about = REQUEST_ID.get()
-        fields = getattr(record, "fields", {}) | ({"request_id": about} if about != NO_REQUEST else {})
-        return super().formatMessage(record) + "".join(f" {k}={_quoted(v)}" for k, v in fields.items())
-
-    def format(self, record: logging.LogRecord) -> str:
-        if not self._as_json:
-            return super().format(record)
-        line = {
-            "time": self.formatTime(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-            "request_id": REQUEST_ID.get(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def set_up_logging(*, as_json: bool, level: str = "info") -> None:
-    """Log lines of this package, and warnings of all others, to stderr: also Python's warnings, and uncaught exceptions
-    of all threads.
-    """
-    handler = logging.StreamHandler()
-    handler.setFormatter(LogFormatter(as_json=as_json))
-    logging.getLogger().handlers = [handler]
-    limit_repeats()
-    log = logging.getLogger("lamina")
-    log.handlers, log.propagate = [handler], False
-    log.setLevel(level.upper())
-    logging.captureWarnings(True)
-    if as_json:
-        sys.excepthook = _log_uncaught
-        threading.excepthook = lambda failed: _log_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
-
-
-def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    if error is not None and not issubclass(kind, KeyboardInterrupt | SystemExit):
-        logger.error("uncaught exception", exc_info=(kind, error, trace))

@@ -34,9 +34,7 @@ class _DyingEngine:
     """A server's client of its engine, and the outputs of its readers."""
 
     def __init__(self, model: str, config: EngineConfig, params: SamplingParams) -> None:
-        self._start = StartEngine(
-            model=model, tokenizer="", config=config, log_json=True
-        )  # so it logs no more than it must
+        self._start = StartEngine(model=model, tokenizer="", config=config, log_level="warning")
         self._params, self._at_once = params, config.batching.max_num_seqs
         self._engines: list[EngineHandle] = []
         self._told: list[CompletionOutput] = []

@@ -25,10 +25,10 @@ from fake import FakeClient, http_of, make_service
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
+from lamina.observe.log_lines import REQUEST_ID, LogFormatter
 from lamina.server.app import make_app
 from lamina.server.engine_client.messages import EngineState
 from lamina.server.metrics.engine_metrics import EngineMetrics
-from lamina.server.metrics.request_log import REQUEST_ID, LogFormatter
 
 T = TypeVar("T")
 GOOD = {"prompt": "x", "max_tokens": 2}
@@ -380,8 +380,8 @@ def test_metrics_need_the_operators_key_where_there_is_one(key: str) -> None:
 
 def test_warnings_and_uncaught_exceptions_are_json() -> None:
     program = (
-        "import sys, threading, warnings, logging; from lamina.server.metrics.request_log import set_up_logging;"
-        "set_up_logging(as_json=True, level='warning'); logging.getLogger('lamina').info('no');"
+        "import sys, threading, warnings, logging; from lamina.observe.log_lines import set_up_server_log;"
+        "set_up_server_log(as_json=True, level='warning'); logging.getLogger('lamina').info('no');"
         "warnings.warn('old'); logging.getLogger('other').warning('theirs');"
         "t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); raise ValueError('end')"
     )
