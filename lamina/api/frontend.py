@@ -18,11 +18,11 @@ from lamina.engine.streams import EngineRequest, RequestStreams
 from lamina.engine.tuning.profiling import tune_num_batches
 from lamina.executor.transport_choice import choose_transport
 from lamina.executor.worker_executor import WorkerExecutor
+from lamina.models.chat_template import RenderedChat
 from lamina.models.checkpoint import peek_config
 from lamina.models.generation_defaults import AUTO, default_sampling_params
 from lamina.models.tokenizer import (
     Detokenizer,
-    RenderedChat,
     TokenSpeller,
     bad_words_ids,
     load_in_background,

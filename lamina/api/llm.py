@@ -14,7 +14,7 @@ from msgspec import structs
 
 from lamina.engine.lockstep import Lockstep
 from lamina.engine.streams import EngineRequest, RequestOutputCollector
-from lamina.models.tokenizer import render_chat
+from lamina.models.chat_template import render_chat
 from lamina.request import Metric, RequestOutput, SamplingParams
 from lamina.request.unsupported_options import check_arguments, unsupported_attribute
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions

@@ -20,10 +20,10 @@ from lamina.config.flat_options import OPTIONS
 from lamina.config.option import parse_seconds
 from lamina.facts.host_memory import memory_bytes
 from lamina.facts.report import size_text
+from lamina.models.chat_template import read_template
 from lamina.models.checkpoint import peek_config
 from lamina.observe.log_lines import log_json, say
 from lamina.server.journal.journal_directory import check_journal_directory
-from lamina.server.request.chat_template import read_template
 from lamina.server.server_config import ServerConfig
 from lamina.utils.background_thread import LowPriorityCall
 

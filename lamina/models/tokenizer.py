@@ -1,4 +1,4 @@
-"""Tokenizers: text from tokens as they arrive, stop strings, chat templates."""
+"""Tokenizers: text from tokens as they arrive, and stop strings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -297,100 +297,3 @@ def num_held_back(text: str, stops: Collection[str]) -> int:
         if any(s.startswith(text[-size:]) for s in stops if len(s) > size):
             return size
     return 0
-
-
-class RenderedChat(str):
-    """A conversation as a prompt, with all special tokens that it needs."""
-
-
-def render_chat(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], *, content_format: str = "auto", **options: Any
-) -> RenderedChat:
-    """Return a conversation in the model's template, up to the assistant's next message. ``messages``: {"role",
-    "content"} each. ``content_format``: the form of contents that the template gets, as in vLLM: "string", "openai"
-    (lists of parts), or "auto", the one that it shows. ``options``: of the tokenizer's apply_chat_template. Raises
-    ModelError if the model has no chat template, ValueError if the template refuses the messages or leaves them out.
-    """
-    if getattr(tokenizer, "chat_template", None) is None and not options.get("chat_template"):
-        raise ModelError("this model has no chat template: use text prompts, or set tokenizer.chat_template")
-    render = partial(_rendered, tokenizer, {"add_generation_prompt": True} | options)
-    conversation = [_as_text(m) for m in messages]
-    if content_format == "openai":
-        return render([_as_parts(m) for m in messages])
-    text, error = RenderedChat(), None
-    try:
-        text = render(conversation)
-    except ValueError as e:
-        error = e
-    lost = {_role(m) for m in conversation if error or not _surely_shows(text, m)}
-    as_parts, silent = set[str](), None
-    if content_format == "auto" and lost:
-        shown = _shown_roles(render, conversation, _as_text)
-        if (shown is None) == (error is not None):
-            as_parts = lost - (shown or set())
-    if as_parts:
-        silent = next(iter(sorted(as_parts - (_shown_roles(render, conversation, _as_parts) or set()))), None)
-    if error is not None and (silent or not as_parts):
-        raise error
-    if silent:
-        raise ValueError(f"the chat template leaves out what the {silent} says, as text and as parts: set another one")
-    if as_parts:
-        pairs = zip(conversation, messages, strict=True)
-        text = render([_as_parts(m) if _role(plain) in as_parts else plain for plain, m in pairs])
-    return text
-
-
-def _rendered(tokenizer: Any, options: dict[str, Any], messages: list[dict[str, Any]]) -> RenderedChat:
-    try:
-        return RenderedChat(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except Exception as error:  # any class: a template is a program
-        raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from error
-
-
-_Messages = list[dict[str, Any]]
-_PROBE = re.compile(r"xq(\d+)zj")  # in no template
-_MAX_LITERAL = 64  # characters of a text that a template may have by itself, such as "user"
-
-
-def _role(message: dict[str, Any]) -> str:
-    return str(message.get("role"))
-
-
-def _shown_roles(
-    render: Callable[[_Messages], str], messages: _Messages, form: Callable[[dict[str, Any]], dict[str, Any]]
-) -> set[str] | None:
-    """Return the roles of which a template shows what they say in this form; None if it refuses that."""
-    roles = list(dict.fromkeys(map(_role, messages)))
-    numbers = {role: number for number, role in enumerate(roles)}
-    try:
-        text = render([form({**m, "content": f"xq{numbers[_role(m)]}zj"}) for m in messages])
-    except ValueError:
-        return None
-    return {roles[int(number)] for number in _PROBE.findall(text.lower())}
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose parts of text are one text, a line each, as in vLLM."""
-    content = message.get("content")
-    if not isinstance(content, list) or not all(isinstance(part, dict) and "text" in part for part in content):
-        return message
-    return {**message, "content": "\n".join(part["text"] for part in content)}
-
-
-def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose text is a part."""
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _surely_shows(text: str, message: dict[str, Any]) -> bool:
-    """Return whether a rendered text has a message's, which no template has by itself."""
-    content = message.get("content")
-    if not isinstance(content, str) or not (content := content.strip()):
-        return True
-    return len(content) > _MAX_LITERAL and content in text
-
-
-def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-    """Return the token ids of a conversation. ``options``, errors: as for ``render_chat``."""
-    return token_ids(tokenizer, render_chat(tokenizer, messages, **options), add_special_tokens=False)

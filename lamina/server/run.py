@@ -18,6 +18,7 @@ import uvloop
 
 from lamina.config.engine_config import EngineConfig
 from lamina.facts.report import count_text
+from lamina.models.chat_template import read_template
 from lamina.models.generation_defaults import FILE, default_sampling_params
 from lamina.models.tokenizer import load_in_background
 from lamina.observe.log_lines import set_up_server_log
@@ -37,7 +38,6 @@ from .metrics.status_line import log_status_forever
 from .middleware.connection_limit import ConnectionLimiter, max_connections
 from .middleware.http_connection import Connection
 from .middleware.tls import TlsHandshake, TlsListener
-from .request.chat_template import read_template
 from .server_config import ServerConfig
 
 CLOSE_S = 5  # for connections to take their last bytes

@@ -46,10 +46,11 @@ class Watch:
 
 def load_all(directory: str, trusted: bool) -> None:
     """Read everything that a server and its workers read of a model."""
+    from lamina.models.chat_template import render_chat
     from lamina.models.checkpoint import peek_config
     from lamina.models.generation_defaults import default_sampling_params
     from lamina.models.load import load
-    from lamina.models.tokenizer import load_tokenizer, render_chat
+    from lamina.models.tokenizer import load_tokenizer
 
     peek_config(directory, trust_remote_code=trusted)
     default_sampling_params(directory, trust_remote_code=trusted)

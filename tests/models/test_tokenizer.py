@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 from lamina.models.errors import ModelError
 from lamina.models.tokenizer import (
     Detokenizer,
-    apply_chat_template,
     find_stop,
     load_tokenizer,
     num_held_back,
@@ -158,20 +157,6 @@ def test_find_stop_takes_the_first_and_there_the_longest() -> None:
 def test_held_back_is_the_longest_end_that_begins_a_stop(text: str, stops: list[str]) -> None:
     ends = [n for n in range(len(text) + 1) for s in stops if n < len(s) and text.endswith(s[:n])]
     assert num_held_back(text, stops) == max(ends, default=0)
-
-
-def test_chat_templates() -> None:
-    tokenizer = byte_level()
-    messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(ModelError, match="no chat template"):
-        apply_chat_template(tokenizer, messages)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'cat' %}{{ raise_exception('no cats') }}{% endif %}"
-        "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
-    )
-    assert tokenizer.decode(apply_chat_template(tokenizer, messages)) == "[user]hi[bot]"
-    with pytest.raises(ValueError, match="no cats"):
-        apply_chat_template(tokenizer, [{"role": "cat", "content": "hi"}])
 
 
 def test_load_tokenizer(tmp_path: Path) -> None:

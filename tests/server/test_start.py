@@ -27,8 +27,8 @@ from lamina.server.server_config import ServerConfig
 def test_neither_server_nor_engine_process_imports_torch() -> None:
     code = (
         "import sys, lamina.server.run, lamina.server.engine_client.engine_process as e;"
-        "from lamina.models.tokenizer import *;"
-        f"t = load_tokenizer({MODEL!r}); apply_chat_template(t, [dict(role='user', content='hi')]);"
+        "from lamina.models.tokenizer import *; from lamina.models.chat_template import render_chat;"
+        f"t = load_tokenizer({MODEL!r}); token_ids(t, render_chat(t, [dict(role='user', content='hi')]));"
         "Detokenizer(t).push([5, 6]); print('torch' in sys.modules)"
     )
     out = subprocess.run(

@@ -9,13 +9,13 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lamina.models.chat_template import RESERVED, render_chat, variables_of
 from lamina.models.errors import ModelError
-from lamina.models.tokenizer import bad_words_ids, render_chat, token_ids
+from lamina.models.tokenizer import bad_words_ids, token_ids
 from lamina.request import SamplingParams
 from lamina.server.engine_client.messages import EngineReady
 from lamina.server.errors import ApiError, context_length_error
 
-from .chat_template import RESERVED, variables_of
 from .openai_protocol import ChatRequest, Message, Sampling, TokenizeRequest
 
 T = TypeVar("T")

@@ -15,7 +15,8 @@ from fake import FakeClient, http_of, make_service
 from test_layers import ask, error_of, run
 
 from lamina.cli.launch import main
-from lamina.models.tokenizer import apply_chat_template, token_ids
+from lamina.models.chat_template import render_chat
+from lamina.models.tokenizer import token_ids
 from lamina.server.request.prompt_processing import PromptProcessor
 from lamina.server.request.unsupported_fields import IGNORED, UNSUPPORTED
 
@@ -233,7 +234,9 @@ def test_what_a_template_does_not_take_is_refused(name: str) -> None:
 def test_parts_of_text_are_lines_and_names_go_to_the_template() -> None:
     tokenizer = make_service().prompt_processor.tokenizer
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
-    wanted = apply_chat_template(tokenizer, [{"role": "user", "content": "a\nb"}])
+    wanted = token_ids(
+        tokenizer, render_chat(tokenizer, [{"role": "user", "content": "a\nb"}]), add_special_tokens=False
+    )
     assert prompts_of({"messages": [{"role": "user", "content": parts}]}) == [wanted]
     named = prompts_of({"messages": [{"role": "user", "content": "", "name": "me"}]}, template="{{ messages[0].name }}")
     assert named == [token_ids(tokenizer, "me", add_special_tokens=False)]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from tokenizer_kinds import tokenizer_of
 
-from lamina.models.tokenizer import apply_chat_template, load_tokenizer, render_chat
+from lamina.models.chat_template import render_chat
+from lamina.models.errors import ModelError
+from lamina.models.tokenizer import load_tokenizer, token_ids
 
 TEXT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
@@ -74,6 +76,13 @@ def test_parts_are_lines_of_a_text_and_stay_parts_for_others() -> None:
     assert rendered(PARTS, talk) == "[user]ab"
 
 
+def test_the_assistant_speaks_next_and_a_template_is_needed() -> None:
+    speaks = TEXT + "{% if add_generation_prompt %}[bot]{% endif %}"
+    assert rendered(speaks, [{"role": "user", "content": "hi"}]) == "[user]hi[bot]"
+    with pytest.raises(ModelError, match="no chat template"):
+        render_chat(tokenizer_of("byte_level"), TALK)
+
+
 @pytest.mark.parametrize(
     ("template", "why"),
     [
@@ -132,4 +141,4 @@ def test_half_a_character_is_refused() -> None:
     tokenizer = tokenizer_of("byte_level")
     tokenizer.chat_template = TEXT + "{{ '\\ud800' }}"
     with pytest.raises(ValueError, match="is not UTF-8 at character"):
-        apply_chat_template(tokenizer, TALK)
+        token_ids(tokenizer, render_chat(tokenizer, TALK))
