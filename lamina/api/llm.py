@@ -12,9 +12,11 @@ from typing import Any, NoReturn
 
 from msgspec import structs
 
+from lamina.config.option import parse_size
 from lamina.engine.lockstep import Lockstep
 from lamina.engine.streams import EngineRequest, RequestOutputCollector
-from lamina.models.chat_template import render_chat
+from lamina.executor.chat_renderer import MEMORY, TIMEOUT_S, ChatRenderer, TemplateLimits
+from lamina.executor.worker_executor import WorkerExecutor
 from lamina.request import Metric, RequestOutput, SamplingParams
 from lamina.request.unsupported_options import check_arguments, unsupported_attribute
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
@@ -43,18 +45,31 @@ class LLM:
     process is lost.
     """
 
-    def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        progress: bool = False,
+        template_timeout_s: float = TIMEOUT_S,
+        template_memory: str | int = MEMORY,
+        **options: Any,
+    ) -> None:
         """``tokenizer``: a Hugging Face tokenizer, a path, or None for the model's own (a module has none).
         ``progress``: show a bar on stderr while workers start and load. ``generation_config``: the source of sampling
         defaults: "auto" = the model's generation_config.json, "none", or a directory that has one. ``max_logprobs``:
         the most log-probabilities that a request may get, 20 by default; -1 = the whole vocabulary.
+        ``template_timeout_s``, ``template_memory``: the most seconds and bytes (a number, or text such as "512MiB")
+        that a chat template may take for a conversation.
         """
+        memory = parse_size(template_memory, "template_memory")
+        self.renderer = ChatRenderer(TemplateLimits(timeout_s=template_timeout_s, memory=memory))
         self.front = Frontend(model, tokenizer, progress, options)
         self.pools, self.engine = self.front.pools, self.front.engine
         self._using = threading.Lock()
         # Collectors of streams that the garbage collector has freed, on any thread.
         self._dropped: deque[RequestOutputCollector] = deque()
-        self._finalizer = weakref.finalize(self, self.pools.close)
+        self._finalizer = weakref.finalize(self, _close, self.pools, self.renderer)
 
     @property
     def tokenizer(self) -> Any:
@@ -169,7 +184,8 @@ class LLM:
         if continue_final_message:
             options["continue_final_message"] = True
         options |= {k: v for k, v in (("chat_template", chat_template), ("tools", tools)) if v is not None}
-        prompts: list[str | list[int]] = [render_chat(self.tokenizer, c, **options) for c in conversations]
+        render = self.renderer.render
+        prompts: list[str | list[int]] = [render(self.tokenizer, c, **options) for c in conversations]
         priorities, cache_options = priority_list(len(prompts), priority), _cache_options(session_id, kv_discard)
         return self._generate(prompts, sampling_params, use_tqdm, cache_options, priorities, conversations[0])
 
@@ -319,6 +335,11 @@ class LLM:
     def _check_open(self) -> None:
         if self.pools.is_closed:
             raise ValueError("this LLM is closed: create a new one")
+
+
+def _close(pools: WorkerExecutor, renderer: ChatRenderer) -> None:
+    renderer.close()
+    pools.close()
 
 
 def _cache_options(session_id: str | None, kv_discard: Sequence[tuple[int, int]]) -> CacheOptions:

@@ -172,9 +172,7 @@ class _Engine:
         self.name, self._llm, self._params = name, llm, params
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        from lamina.models.chat_template import render_chat
-
-        shown, prompt = 0, render_chat(self._llm.tokenizer, messages)
+        shown, prompt = 0, self._llm.renderer.render(self._llm.tokenizer, messages)
         with _asked_to_stop() as is_asked, contextlib.closing(self._llm.stream(prompt, self._params)) as stream:
             for output in stream:
                 text = output.outputs[0].text

@@ -315,6 +315,7 @@ GROUPS: tuple[FlagGroup, ...] = (
             "n": "max_n",
             "stop": "max_stop",
             "stop-chars": "max_stop_chars",
+            "template-memory": "template_memory",
             "logit-bias": "max_logit_bias",
         },
     ),
@@ -325,6 +326,7 @@ GROUPS: tuple[FlagGroup, ...] = (
         keys={
             "header": "header_timeout_s",
             "body": "body_timeout_s",
+            "template": "template_timeout_s",
             "slow-reader": "slow_reader_timeout_s",
             "sse-keep-alive": "sse_keep_alive_s",
             "health": "health_timeout_s",
@@ -432,7 +434,7 @@ OLD_FLAGS: dict[str, str] = {
     for option in (*GROUP_OF, *RENAMED_FLAGS)
     if (old := "--" + _FORMER.get(option, option).replace("_", "-"))
     != (GROUP_OF[option].flag if option in GROUP_OF else "")
-    and option not in ("body_total", "answer_total")  # which never were flags
+    and option not in ("body_total", "answer_total", "template_timeout_s", "template_memory")  # which never were flags
 } | {"--page": "dashboard", "--log-requests": "enable_log_requests"}
 
 

@@ -18,6 +18,7 @@ RESERVED = frozenset(
      "tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens"}
 )  # fmt: skip
 _GIVEN = RESERVED | {"raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token"}
+MAX_TEMPLATE = 1 << 20  # characters; the longest known templates have 40,000
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Hugging Face's own tag, which marks a part
 
 
@@ -65,6 +66,8 @@ def render_chat(
 def _rendered(tokenizer: Any, options: dict[str, Any], messages: list[dict[str, Any]]) -> RenderedChat:
     try:
         return RenderedChat(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except MemoryError:
+        raise
     except Exception as error:  # any class: a template is a program
         raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from error
 
@@ -120,8 +123,15 @@ def read_template(path: str) -> str:
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "not UTF-8"
         raise ValueError(f"--chat-template {path}: {reason}") from e
+    check_length(text, f"--chat-template {path}: it")
     variables_of(text, path)
     return text
+
+
+def check_length(template: str, subject: str) -> None:
+    """Raise ValueError, which begins with ``subject``, for a template that is too long."""
+    if len(template) > MAX_TEMPLATE:
+        raise ValueError(f"{subject} has {len(template)} characters: at most {MAX_TEMPLATE} are read")
 
 
 def variables_of(template: str, path: str = "of the model") -> frozenset[str]:
@@ -132,6 +142,8 @@ def variables_of(template: str, path: str = "of the model") -> frozenset[str]:
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         parsed = environment.parse(_GENERATION.sub("", template))
+    except RecursionError as e:
+        raise ValueError(f"--chat-template {path}: it is nested too deeply") from e
     except jinja2.TemplateSyntaxError as e:
         raise ValueError(f"--chat-template {path}: line {e.lineno}: {e.message}") from e
     return frozenset(meta.find_undeclared_variables(parsed)) - _GIVEN

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from lamina.executor.chat_renderer import ChatRenderer
 from lamina.facts.host_memory import memory_bytes
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName
@@ -56,16 +57,17 @@ class Service:
         root: str,
         client: EngineClient,
         tokenizer: Any,
+        renderer: ChatRenderer,
         defaults: Mapping[str, Any] = MappingProxyType({}),
         journal: Journal | None = None,
     ) -> None:
         """``names``: those that clients may use for the model; ``root``: its own. ``defaults``: of SamplingParams, from
-        the model's files.
+        the model's files. ``renderer``: of the tokenizer's chat template.
         """
         self.config, self.names, self.root, self.client = config, names, root, client
         self.defaults, self.journal = defaults, journal
         self.created = int(time.time())
-        self.prompt_processor = PromptProcessor(tokenizer, client.ready, config.chat_template_content_format)
+        self.prompt_processor = PromptProcessor(tokenizer, client.ready, renderer, config.chat_template_content_format)
         self.token_texts = TokenTexts(tokenizer)
         self.metrics = ServerMetrics(names[0], config.conductor_config.limits)
         self.engine_metrics = EngineMetrics(client, self.metrics.labels)

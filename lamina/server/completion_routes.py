@@ -70,7 +70,7 @@ async def chat(request: Request) -> Response:
     body = await parse(ChatRequest, request)
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready, service.defaults)
-    variables = service.prompt_processor.variables(body)
+    variables = await service.prompt_processor.variables(body)
     salt, by_number = salt_of(request.state.key_id, body.cache_salt), service.config.return_tokens_as_token_ids
     echo = echoed_text(body.messages) if body.echo else ""
     asked = new_accepted_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number, echo=bool(echo))

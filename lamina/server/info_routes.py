@@ -122,7 +122,7 @@ async def tokenize(request: Request) -> Response:
     prompter, special, intake = service.prompt_processor, body.add_special_tokens, request.state.intake
     room = TextRoom(intake, service.tokenizing)
     if body.messages is not None:
-        variables = prompter.variables(body)
+        variables = await prompter.variables(body)
         ids = (await prompter.chat(body.messages, None, variables, room, special=bool(special), counts=True)).ids
     else:
         ids = await prompter.encode(body.prompt or "", room, special=special is not False)

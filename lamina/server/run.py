@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from lamina.config.engine_config import EngineConfig
+from lamina.executor.chat_renderer import ChatRenderer
 from lamina.facts.report import count_text
 from lamina.models.chat_template import read_template
 from lamina.models.generation_defaults import FILE, default_sampling_params
@@ -87,6 +88,7 @@ async def _serve(
         )
         client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine), journal)
     stages.end()
+    renderer = ChatRenderer(config.template_limits)
     try:
         tokenizer = await asyncio.to_thread(loading.result, limit_s)
         if tokenizer is None:
@@ -96,10 +98,11 @@ async def _serve(
             logger.info("sampling defaults from %s: %s (--generation-config)", FILE, text)
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
-        service = Service(config, config.names(model), model, client, tokenizer, defaults, journal)
+        service = Service(config, config.names(model), model, client, tokenizer, renderer, defaults, journal)
         await HttpServer(service, on_ready).run(sock)
         return 1 if client.failure is not None else 0
     finally:
+        renderer.close()
         await client.close()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lamina.config.flag_groups import flag_name
 from lamina.config.option import parse_seconds, parse_size
+from lamina.executor.chat_renderer import TemplateLimits
 from lamina.scheduler.conductor import ConductorConfig
 from lamina.scheduler.conductor.overload import NO_LIMITS, OVERLOAD_POLICIES, SloLimits
 from lamina.scheduler.conductor.routing import POLICIES
@@ -93,9 +94,11 @@ class ServerConfig:
     chat_template_content_format: str = option(
         "auto", "what the template gets of a message: string, openai (a list of parts), or auto, the one that it shows"
     )
+    template_memory: str = option("256MiB", "memory that the chat template may take for a request; above: status 400")
     max_logit_bias: int = option(300, "tokens in logit_bias")
     header_timeout_s: float = option(10.0, "seconds for a connection to send a request's headers")
     body_timeout_s: float = option(30.0, "seconds for a request's body to arrive")
+    template_timeout_s: float = option(5.0, "seconds that the chat template may run for a request; above: status 400")
     slow_reader_timeout_s: float = option(30.0, "seconds without any progress after which a slow reader is cut off")
     sse_keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a comment line; 0 = never")
     shutdown_timeout: float = option(
@@ -126,6 +129,7 @@ class ServerConfig:
             "header_timeout_s",
             "body_timeout_s",
             "slow_reader_timeout_s",
+            "template_timeout_s",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{flag_name(name)} must be positive, not {getattr(self, name)}")
@@ -149,6 +153,7 @@ class ServerConfig:
             raise ValueError(f"--prefill-policy must be one of {', '.join(POLICIES)}, not {self.prefill_policy!r}")
         self.conductor_config  # noqa: B018 - or it raises
         self.memory_limits(0)
+        self.template_limits  # noqa: B018 - or it raises
         parse_size(self.journal_size, flag_name("journal_size"))
 
     @property
@@ -175,6 +180,15 @@ class ServerConfig:
     def memory_limits(self, memory: int) -> MemoryLimits:
         """The bounds of all requests, on a host or in a control group with ``memory`` bytes. Raises ValueError."""
         return memory_limits(self.body_total, self.answer_total, memory, self.max_body_bytes)
+
+    @property
+    def template_limits(self) -> TemplateLimits:
+        """The limits of the chat template for a request. Raises ValueError."""
+        timeout_name, memory_name = flag_name("template_timeout_s"), flag_name("template_memory")
+        memory = parse_size(self.template_memory, memory_name)
+        return TemplateLimits(
+            timeout_s=self.template_timeout_s, memory=memory, timeout_name=timeout_name, memory_name=memory_name
+        )
 
     @property
     def journal_bytes(self) -> int:

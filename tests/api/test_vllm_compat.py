@@ -118,7 +118,7 @@ def test_a_chat_may_go_on_with_its_last_message(llm: LLM, monkeypatch: pytest.Mo
         told.append(options)
         return [1, 2]
 
-    monkeypatch.setattr("lamina.api.llm.render_chat", template)
+    monkeypatch.setattr(llm.renderer, "render", template)
     llm.front.tokenizer = object()
     talk, params = [{"role": "assistant", "content": "I"}], SamplingParams(max_tokens=1)
     llm.chat(talk, params)

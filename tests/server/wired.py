@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake import http_of
+from fake import RENDERER, http_of
 from fake_executor import FakeWire
 from msgspec import structs
 from running import ROOT
@@ -168,7 +168,9 @@ class WiredServer:
         restarts, first = EngineRestarts(self.start, self.launch), self.launch(self.start)
         self.client = await EngineClient.connect(first, lambda progress: None, restarts, self.journal)
         tokenizer = load_tokenizer(self.start.model)
-        self.service = Service(config, ["tiny"], self.start.model, self.client, tokenizer, journal=self.journal)
+        self.service = Service(
+            config, ["tiny"], self.start.model, self.client, tokenizer, RENDERER, journal=self.journal
+        )
         self.http = http_of(self.service)
 
     async def close(self) -> None:

@@ -39,11 +39,13 @@ ROLES = {
     "prefill": ("lamina.workers.prefill.main", "serve_prefill"),
     "engine": ("lamina.server.engine_client.engine_process", "serve_engine"),
     "footprint": ("lamina.workers.memory.resident_memory", "serve_footprint"),
+    "template": ("lamina.models.template_process", "serve_templates"),
 }
 
 
 JOIN_AFTER_KILL_S = 10.0  # for a killed process to be gone
 STARTERS = {"engine"}  # roles that start workers of their own
+LIGHT = {"template"}  # roles whose imports take less time than a zygote's
 
 
 class ProcessWorker:
@@ -213,7 +215,7 @@ def start(role: str, threads: int, on: cpu_cores.Cores, **env: str) -> tuple[Pro
     if any(own.get(name) for name in BINDING):
         return _linked(fresh)
     for _ in range(2):  # a lost zygote is replaced
-        if (warm := START.get(own)) is None:
+        if (warm := START.get(own, start=role not in LIGHT)) is None:
             break
         try:
             return _linked(partial(forked, warm))
@@ -221,7 +223,8 @@ def start(role: str, threads: int, on: cpu_cores.Cores, **env: str) -> tuple[Pro
             START.forget(warm, error)
             gone, why = warm, error
         except NoForkError as error:
-            START.give_up(warm, error)
+            if role not in LIGHT:  # which loses little by starting afresh
+                START.give_up(warm, error)
             break
     else:
         START.give_up(gone, why)

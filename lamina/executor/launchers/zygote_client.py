@@ -255,9 +255,9 @@ class ZygoteManager:
         self._failed_environments: list[Mapping[str, str]] = []
         self._closed = False
 
-    def get(self, environment: Mapping[str, str]) -> ZygoteClient | None:
+    def get(self, environment: Mapping[str, str], *, start: bool = True) -> ZygoteClient | None:
         """Return the zygote for workers with this environment; a new one may still be importing. None if one has failed
-        with this environment, or this process ends.
+        with this environment, or this process ends, or there is none and ``start`` is False.
         """
         wanted = import_time_environment(environment)
         with self._lock:
@@ -269,9 +269,12 @@ class ZygoteManager:
                 worker_process.door_fd = None
             if self._parent is not None and self._parent.environment == wanted:
                 return self._parent
+            is_there = self._own is not None and self._own.is_alive and self._own.environment == wanted
+            if not is_there and not start:
+                return None
             if self._own is not None and not self._own.is_alive:
                 log.warning(RESTART_MESSAGE, "the zygote has ended")
-            if self._own is None or not self._own.is_alive or self._own.environment != wanted:
+            if not is_there:
                 self._retire()
                 self._own = OwnedZygote(environment)
             return self._own

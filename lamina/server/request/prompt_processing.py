@@ -9,7 +9,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lamina.models.chat_template import RESERVED, render_chat, variables_of
+from lamina.executor.chat_renderer import ChatRenderer
+from lamina.models.chat_template import RESERVED
 from lamina.models.errors import ModelError
 from lamina.models.tokenizer import bad_words_ids, token_ids
 from lamina.request import SamplingParams
@@ -47,19 +48,17 @@ class Truncation:
 class PromptProcessor:
     """Owns the tokenizer on behalf of all requests."""
 
-    def __init__(self, tokenizer: Any, ready: EngineReady, content_format: str = "auto") -> None:
+    def __init__(
+        self, tokenizer: Any, ready: EngineReady, renderer: ChatRenderer, content_format: str = "auto"
+    ) -> None:
         """``content_format``: see render_chat."""
-        self.tokenizer, self._content_format = tokenizer, content_format
+        self.tokenizer, self.renderer, self._content_format = tokenizer, renderer, content_format
         self._ready = ready
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
         longest = max((len(t) for t in tokenizer.get_vocab()), default=1)
         self._most = MAX_TRUNCATED_TOKENS if ready.truncates else ready.max_model_len  # most tokens of a prompt
         self._max_chars = longest * self._most  # longer text cannot fit, so it is not tokenized
-        template = getattr(tokenizer, "chat_template", None)
-        self._known = frozenset[str]()
-        if isinstance(template, str):
-            with suppress(ValueError):  # a request that uses it gets the error
-                self._known = variables_of(template)
+        self._known: frozenset[str] | None = None  # variables of the chat template, once a request has set one
 
     def truncation_of(self, body: Sampling, max_tokens: int | None) -> Truncation | None:
         """Return how a request cuts longer prompts, or None if it does not. Raises ApiError."""
@@ -100,11 +99,13 @@ class PromptProcessor:
         async with room(texts):
             return await self._run(sum(len(p) for p in parts), work)
 
-    def variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    async def variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """Return the chat template's variables that a request sets. Raises ApiError for one that the template does not
         have, unless its value is None or False.
         """
-        param, known, variables = "chat_template_kwargs", self._known, dict[str, Any]()
+        if not body.chat_template_kwargs and body.reasoning_effort is None:
+            return _speaker_variables(body)
+        param, known, variables = "chat_template_kwargs", await self._known_variables(), dict[str, Any]()
         for name, value in (body.chat_template_kwargs or {}).items():
             if name in known:
                 variables[name] = value
@@ -119,6 +120,16 @@ class PromptProcessor:
             text = f"{param} is not supported: the model's chat template does not take it; leave it out"
             raise ApiError(400, text, param=param, code="unsupported_value")
         return variables | _speaker_variables(body)
+
+    async def _known_variables(self) -> frozenset[str]:
+        """Return the variables of the chat template that a request may set; none of a text that is no template: its
+        reader gets the error when it renders it.
+        """
+        template = getattr(self.tokenizer, "chat_template", None)
+        if self._known is None and isinstance(template, str):
+            with suppress(ValueError):
+                self._known = await self._in_thread(lambda: self.renderer.variables(template))
+        return self._known or frozenset()
 
     async def chat(
         self,
@@ -139,7 +150,8 @@ class PromptProcessor:
         self._check_chars(sum(map(len, texts)), "messages")
 
         def work() -> list[int]:
-            text = render_chat(self.tokenizer, conversation, content_format=self._content_format, **variables)
+            text = self.renderer.render(self.tokenizer, conversation, content_format=self._content_format, **variables)
+            self._check_chars(len(text), "messages")
             ids = token_ids(self.tokenizer, text, add_special_tokens=special)
             ids = ids if cut is None else cut.apply(ids)
             if not counts:

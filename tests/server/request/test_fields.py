@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake import FakeClient, http_of, make_service
+from fake import RENDERER, FakeClient, http_of, make_service
 from test_layers import ask, error_of, run
 
 from lamina.cli.launch import main
@@ -149,7 +149,7 @@ def prompts_of(body: dict[str, Any], path: str = CHAT, template: str | None = No
     service = make_service(client)
     if template is not None:
         service.prompt_processor.tokenizer.chat_template = template
-        service.prompt_processor = PromptProcessor(service.prompt_processor.tokenizer, client.ready)
+        service.prompt_processor = PromptProcessor(service.prompt_processor.tokenizer, client.ready, RENDERER)
     assert ask("POST", path, service, json=body).status_code == 200
     return [ids for ids, _ in client.added]
 

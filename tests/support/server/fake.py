@@ -9,6 +9,7 @@ import httpx
 from shipped import MODEL, ROOT
 
 from lamina.config.flat_options import make_config
+from lamina.executor.chat_renderer import ChatRenderer, TemplateLimits
 from lamina.models.tokenizer import load_tokenizer
 from lamina.request import SamplingParams
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
@@ -124,8 +125,12 @@ def no_restarts() -> EngineRestarts:
     return EngineRestarts(StartEngine(model="m", tokenizer="", config=config), launch)
 
 
-def make_service(client: Any = None, **options: Any) -> Service:
-    return Service(ServerConfig(**options), ["tiny"], "path", client or FakeClient(), load_tokenizer(str(ROOT / MODEL)))
+RENDERER = ChatRenderer(TemplateLimits())  # of all services: a template process takes a second to start
+
+
+def make_service(client: Any = None, renderer: ChatRenderer = RENDERER, **options: Any) -> Service:
+    tokenizer = load_tokenizer(str(ROOT / MODEL))
+    return Service(ServerConfig(**options), ["tiny"], "path", client or FakeClient(), tokenizer, renderer)
 
 
 def http_of(service: Service) -> httpx.AsyncClient:
