@@ -20,6 +20,7 @@ from lamina.server.errors import ApiError, error_response
 from lamina.server.memory_budget import MemoryBudget
 
 from .connection_limit import ConnectionLimiter
+from .counted_transport import CountedTransport
 
 MAX_HEAD = 1 << 16  # bytes without a part of a body: request line, headers, framing of chunks
 MAX_HEADERS = 256  # of a request, trailers included
@@ -36,6 +37,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
     """A client's connection."""
 
     parser: Any
+    transport: CountedTransport
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(CountedTransport(transport, self._on_write))
         transport.set_write_buffer_limits(high=1, low=0)  # so that ``pause_writing`` is called for any unread byte
         self._begin()
         if self._made is not None:
@@ -81,6 +83,8 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
         self._holding.close()
+        if self._slow is not None:
+            self._slow.cancel()
         self.resume_writing()
         self._limiter.on_close(self)
         if (running := self._running) is not None and not running.response_complete:
@@ -240,24 +244,20 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
 
         return counted
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch(None)
+    def _on_write(self) -> None:
+        if self._slow is None:
+            self._slow = self.loop.call_later(self._slow_s, self._watch, self.transport.taken)
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._slow is not None:
-            self._slow.cancel()
-            self._slow = None
-
-    def _watch(self, waited: int | None) -> None:
-        """Close the connection if, after ``slow_s`` seconds, no fewer than ``waited`` bytes wait to be sent."""
-        waiting = self.transport.get_write_buffer_size()
-        if waited is not None and waiting >= waited:
+    def _watch(self, taken: int) -> None:
+        """Close the connection if the client has bytes to take, and has taken none since ``taken`` of them."""
+        self._slow = None
+        if not self.transport.untaken:
+            return
+        if self.transport.taken <= taken:
             logger.warning("the client does not read: cut off after %g s", self._slow_s)
             self.close_now()
         else:
-            self._slow = self.loop.call_later(self._slow_s, self._watch, waiting)
+            self._on_write()
 
     def _begin(self) -> None:
         if self._late is None:

@@ -68,11 +68,11 @@ class Later(FakeClient):
 class Place:
     """The address where a server listens, and its connections."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, send_buffer: int) -> None:
         self.service = service
         self.server = HttpServer(service, lambda: None)
         self.sock = socket.socket()
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that little is under way
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.sock.bind(("127.0.0.1", 0))
 
     @property
@@ -97,8 +97,10 @@ class Place:
 
 
 @asynccontextmanager
-async def serving(client: FakeClient | None = None, **options: Any) -> AsyncIterator[Place]:
-    place = Place(make_service(client, **{"header_timeout_s": FOREVER, "slow_reader_timeout_s": FOREVER, **options}))
+async def serving(client: FakeClient | None = None, send_buffer: int = 4096, **options: Any) -> AsyncIterator[Place]:
+    """``send_buffer``: bytes of an answer that the kernel takes; few, so that little is under way."""
+    service = make_service(client, **{"header_timeout_s": FOREVER, "slow_reader_timeout_s": FOREVER, **options})
+    place = Place(service, send_buffer)
     task = asyncio.create_task(place.server.run(place.sock))
     try:
         await until(lambda: place.server.started)
