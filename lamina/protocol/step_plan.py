@@ -11,7 +11,6 @@ layer messages after it have a fixed place and size: Q, KV and O carry only tens
     DIRECT  msgpack of DevicePathRequest, once, the first message of an additional channel, if BOUND has offered that;
             reply: BOUND. From then on plans use this channel, and Q, KV and O go from device to device on BIND's
     CARRY   the tensors of a cut, from one replica to the next
-    STORED  empty; back to a prefill worker: all K and V of a grant are stored
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
 
 An *epoch* numbers one set of connected workers. It is the epoch of every channel opened under it, and part of every
@@ -24,14 +23,16 @@ MessageKey as tag. A message without rows is not sent.
 A *round* is one step of every batch that has one. All workers process a round in one order, by layer and then by batch,
 and process rounds one after the other. So every worker knows which message comes next.
 
-A prefill worker's K and V use a channel of their own, once a plan has granted them: layer by layer, grants in the order
-of the plans. They have no turn in the round; a memory worker receives them while it would otherwise wait.
+A prefill worker's K and V use a channel of their own, once a plan has granted them. After JOIN it has transfers alone
+(workers.memory.kv_transfer): for each grant one with the layers in order, and an empty one back once all is stored.
+They have no turn in the round; a memory worker receives them while it would otherwise wait.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
+import threading
 from functools import cache
 from typing import NamedTuple, TypeVar
 
@@ -42,7 +43,7 @@ from lamina.config.partition import KvShards, Partition
 
 from .kv_placement import FIRST_LOCATION, KvLocation
 
-VERSION = 22
+VERSION = 23
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MAX_PAGES_PER_TRANSFER = 64
@@ -62,7 +63,6 @@ class MessageKind(enum.IntEnum):
     REFUSED = 7
     JOIN = 8
     CARRY = 9
-    STORED = 10
     DIRECT = 11
 
 
@@ -509,9 +509,13 @@ def decode(form: type[T], data: bytes | memoryview) -> T:
     return message
 
 
+_decoder_lock = threading.Lock()  # msgspec reads a type's fields once, and two threads that do so crash the process
+
+
 @cache
 def _decoder(form: type[T]) -> msgspec.msgpack.Decoder[T]:
-    return msgspec.msgpack.Decoder(form)
+    with _decoder_lock:
+        return msgspec.msgpack.Decoder(form)
 
 
 def decode_bind_reply(data: bytes | memoryview) -> BindReply:

@@ -123,8 +123,12 @@ class MemoryWorkerClient:
 
     def send(self, key: MessageKey, data: bytes) -> None:
         """Copy ``data`` into the peer's inbox."""
-        slot = self.channel.reserve(len(data), timeout_s=self.timeout_s)
-        slot.data[:] = data
+        self.put(key, len(data), lambda message: message.__setitem__(slice(None), data))
+
+    def put(self, key: MessageKey, nbytes: int, fill: Callable[[memoryview], object]) -> None:
+        """Send a message of ``nbytes``, which ``fill`` writes into the peer's inbox."""
+        slot = self.channel.reserve(nbytes, timeout_s=self.timeout_s)
+        fill(slot.data)
         self.channel.put_signal(slot, key.pack())
 
     def send_plan(self, key: MessageKey, data: bytes) -> None:
@@ -136,12 +140,14 @@ class MemoryWorkerClient:
     def send_tensors(self, key: MessageKey, nbytes: int, parts: Sequence[tuple[Tensor, TensorSpan]]) -> None:
         """Write tensors directly into the peer's inbox, at their places in the message; they may be strided."""
         start = self.trace.now()
-        slot = self.channel.reserve(nbytes, timeout_s=self.timeout_s)
-        self.trace.add(Event.RESERVE, start, key, key.layer, self.number)
-        flat = tensor_over(slot.data, parts[0][0].dtype)
-        for tensor, part in parts:
-            part_of(flat, *part).copy_(tensor)
-        self.channel.put_signal(slot, key.pack())
+
+        def fill(data: memoryview) -> None:
+            self.trace.add(Event.RESERVE, start, key, key.layer, self.number)
+            flat = tensor_over(data, parts[0][0].dtype)
+            for tensor, part in parts:
+                part_of(flat, *part).copy_(tensor)
+
+        self.put(key, nbytes, fill)
         event = Event.SEND_Q if key.kind == MessageKind.Q else Event.SEND_KV
         self.trace.add(event, start, key, key.layer, self.number, nbytes)
 
@@ -169,7 +175,7 @@ class AttentionClient:
 
     def __init__(
         self,
-        links: list[MemoryWorkerClient],
+        links: Sequence[MemoryWorkerClient],
         partition: Partition,
         layers: Sequence[LayerShape],
         backend: AttentionBackend,

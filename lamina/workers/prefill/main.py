@@ -19,7 +19,7 @@ from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.prefill_stages import stage_layers
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest
-from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient
+from lamina.workers.compute.attention_client import AttentionClient
 from lamina.workers.compute.compute_worker import ComputeWorker
 from lamina.workers.compute.kv_capacity import prefill_inbox_geometries, prompt_cache_bytes, store_bytes
 from lamina.workers.compute.kv_parity import parity_layers
@@ -28,6 +28,7 @@ from lamina.workers.device_selection import CPU
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore, available_bytes
 
+from .kv_sender import KvSender
 from .prefill_worker import LocalAttention, PrefillWorker
 from .prefix_fetch import PrefixFetch, prefix_listener_terms
 from .stage_worker import StagePipeline, StageProgram, connect_stages, drop_model, stage_listener_terms, stage_program
@@ -118,8 +119,8 @@ class PrefillServer(ModelServer):
     def _ready(self, bounds: list[BindReply], epoch: int) -> ComputeReady:
         return structs.replace(self.ready_message(self._cut, bounds, epoch), prefill_stores=[self._store.bind_reply])
 
-    def _join(self, meeting: Connect, fabric: EpochFabric) -> tuple[list[MemoryWorkerClient], list[BindReply]]:
-        start, cut, links, bounds = self.start, self._cut, list[MemoryWorkerClient](), list[BindReply]()
+    def _join(self, meeting: Connect, fabric: EpochFabric) -> tuple[list[KvSender], list[BindReply]]:
+        start, cut, links, bounds = self.start, self._cut, list[KvSender](), list[BindReply]()
         outbound, inbound = prefill_inbox_geometries(
             cut.layers,
             cut.partition,
@@ -135,9 +136,8 @@ class PrefillServer(ModelServer):
             channel = fabric.connect(there.url, replace(terms, peer=there.name, key=there.key), timeout_s=limit_s)
             if number == workers:  # the parity worker
                 join = structs.replace(join, layers=parity_layers(cut.layers, workers))
-            links.append(
-                MemoryWorkerClient(channel, number % workers, start.deadlines.step_timeout_s, self.trace, number=number)
-            )
+            limit_s = start.deadlines.step_timeout_s
+            links.append(KvSender(channel, number % workers, limit_s, self.trace, number, self.runtime))
             bounds.append(links[-1].join(join))
         return links, bounds[:workers]
 

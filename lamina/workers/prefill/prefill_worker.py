@@ -19,14 +19,14 @@ from torch import Tensor
 from lamina.netstack import ChannelTimeout
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.control import RunRound, StepDone
-from lamina.protocol.step_plan import FetchPrefix, MessageKey, MessageKind, ProtocolError, StepPlan, SurvivingKv
+from lamina.protocol.step_plan import FetchPrefix, ProtocolError, StepPlan, SurvivingKv
 from lamina.utils.tensor_buffers import part_of
-from lamina.workers.compute.attention_client import MemoryWorkerClient
 from lamina.workers.compute.compute_worker import Attention, ComputeWorker, PipelineComm
 from lamina.workers.memory.attention_step import AttentionStep, StoredAttention, StoredKvRows
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.staging import EMPTY_BYTES
 
+from .kv_sender import KvSender
 from .prefix_fetch import PrefixFetch
 
 STAGE_WAIT_S = 0.02  # seconds of a wait for the stage before, before the driver's messages are checked again
@@ -164,7 +164,7 @@ class PrefillWorker:
         self,
         worker: ComputeWorker,
         attention: LocalAttention,
-        links: list[MemoryWorkerClient],
+        links: list[KvSender],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         trace: Recorder = NULL_RECORDER,
@@ -181,13 +181,11 @@ class PrefillWorker:
         self._timeout_s = timeout_s
         self._clock = clock
         self.computed: deque[StepDone] = deque()  # steps that are not stored everywhere yet
-        self._stored = [-1] * len(links)  # the last stored step, by memory worker
-        self._since = 0.0  # when the oldest of them was computed, or its predecessor stored
         self.stored_wait_s = 0.0
         self._fetch_s = 0.0  # its seconds at the end of the last computed step
 
     def connect(
-        self, links: list[MemoryWorkerClient], pool: Attention, epoch: int, keep: Sequence[SurvivingKv] | None = None
+        self, links: list[KvSender], pool: Attention, epoch: int, keep: Sequence[SurvivingKv] | None = None
     ) -> None:
         """Continue in ``epoch``, with ``pool`` over ``links``. Chunks of older epochs are dropped. ``keep``: the KV of
         the store to keep; see Connect.
@@ -196,7 +194,7 @@ class PrefillWorker:
         self._worker.connect(self._attention, epoch)
         self._links, self._view, self._receives_q, self._waiting_since = links, epoch, _is_here, None
         self.computed.clear()
-        self._stored, self._fetch_s = [-1] * len(links), self._attention.fetch_s
+        self._fetch_s = self._attention.fetch_s
 
     def connect_stages(self, ring: PipelineComm, comes: Callable[[float], bool], before: int) -> None:
         """Use the connections to the stages before and after, in this epoch. ``comes``: waits for the input of the next
@@ -219,20 +217,16 @@ class PrefillWorker:
         busy = self._worker.has_work and self._can_run(0.0 if self.computed else STAGE_WAIT_S)
         done = self._worker.run_next() if busy else None
         if done is not None:
-            if not self.computed:
-                self._since = self._clock()
             before, self._fetch_s = self._fetch_s, self._attention.fetch_s
             self.computed.append(structs.replace(done, fetch_s=self._fetch_s - before))
         begun, start = self._clock(), self._trace.now()
-        stored = bool(self.computed) and self._is_stored(self.computed[0].step, 0.0 if busy else POLL_S)
+        wait_s = 0.0 if busy else POLL_S
+        stored = bool(self.computed) and all(x.wait_until_stored(self.computed[0].step, wait_s) for x in self._links)
         if not busy:
             self.stored_wait_s += self._clock() - begun
             if self.computed:
                 self._trace.add(Event.WAIT_STORED, start, self.computed[0])
-        if not stored:
-            return None
-        self._since = self._clock()
-        return self.computed.popleft()
+        return self.computed.popleft() if stored else None
 
     def stats(self) -> dict[str, float]:
         """Return a compute worker's counters as far as they apply, those of attention, and ``stored_wait_s``. The last
@@ -256,24 +250,6 @@ class PrefillWorker:
         if now - self._waiting_since > (limit_s := self._before * self._timeout_s):
             raise ChannelTimeout(f"the stage before sent nothing of a step in {limit_s:g} s")
         return False
-
-    def _is_stored(self, step: int, timeout_s: float) -> bool:
-        for at, link in enumerate(self._links):
-            while self._stored[at] < step:  # the steps before were stored before
-                key, due = link.poll(timeout_s), MessageKey(MessageKind.STORED, step, epoch=self._view)
-                if key is None:
-                    self._check(link)
-                    return False
-                if key.epoch < self._view:
-                    continue
-                if key != due:
-                    raise ProtocolError(f"memory worker {link.worker}: {key} in place of {due}")
-                self._stored[at] = key.step
-        return True
-
-    def _check(self, link: MemoryWorkerClient) -> None:
-        if self._clock() - self._since > self._timeout_s and not self._worker.has_work:
-            raise ChannelTimeout(f"memory worker {link.worker} did not store K and V in {self._timeout_s:g} s")
 
 
 def _flat(x: Tensor) -> Tensor:

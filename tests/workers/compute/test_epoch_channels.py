@@ -26,14 +26,15 @@ from test_turns import FakePool, FakeProgram, make_round
 from lamina import netstack
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, ChannelUnreachable, Fabric, PeerFault, Terms
 from lamina.protocol.control import RunRound, StepDone
-from lamina.protocol.step_plan import MessageKey, MessageKind, New, RowRange, StepPlan
+from lamina.protocol.step_plan import MessageKey, MessageKind, New, PrefillGrant, RowRange, StepPlan
 from lamina.tools.plan.simulator.clock import VirtualClock
-from lamina.workers.compute.attention_client import MemoryWorkerClient
+from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient
 from lamina.workers.compute.compute_worker import ComputeWorker
 from lamina.workers.compute.epoch_group import EpochGroup
 from lamina.workers.compute.pipeline_comm import PipelineChannels
 from lamina.workers.epoch_channels import CONNECT_ATTEMPT_S, SILENT_S, EpochFabric, EpochListener
 from lamina.workers.memory.memory_worker import MemoryWorker
+from lamina.workers.prefill.kv_sender import KvSender
 from lamina.workers.prefill.prefill_worker import PrefillWorker
 from lamina.workers.runtime import RUNTIME
 
@@ -94,18 +95,16 @@ def test_what_was_never_stored_is_refused_under_the_next_view_too(pool: Pool) ->
             m.peers[0].receive(MessageKey(MessageKind.O, 0, epoch=2))
 
 
-def test_prefill_workers_send_under_the_view_of_the_session(pool: Pool) -> None:
-    """A grant's K and V of another epoch end the session: they cannot be meant."""
-    from lamina.protocol.step_plan import PrefillGrant, encode
-
+def test_prefill_workers_send_in_the_epoch_of_their_channel(pool: Pool) -> None:
     m = of_view(pool, 2, [1.0], prefill_workers=1)
-    prefill = pool.join(m.peers[0], 1)
-    step = StepPlan(epoch=2, step=0, ops=[New(1), PrefillGrant(1, 0, 1, 0, 0)], rows=[])
-    m.peers[0].send(MessageKey(MessageKind.PLAN, 0, epoch=2), encode(step))
+    link = KvSender(pool.join(m.peers[0], 1).channel, 0, WAIT_S)
+    m.step(0, [New(1), PrefillGrant(1, 0, 1, 0, 0)], [], epoch=2)
+    own = AttentionClient([link], m.peers[0].bind.partition, LAYERS, m.pool.backend)
+    own.begin_step(StepPlan(epoch=2, step=0, ops=[], rows=[RowRange(1, 0, 1)]))
     for layer in range(len(LAYERS)):
         _, k, v = m.rows([RowRange(1, 0, 1)], layer)
-        prefill.send_tensors(MessageKey(MessageKind.KV, 0, epoch=2, layer=layer), k, v)
-    prefill.receive(MessageKey(MessageKind.STORED, 0, epoch=2))
+        own.kv(layer, k.unsqueeze(2), v.unsqueeze(2))
+    assert link.wait_until_stored(0, WAIT_S)
 
 
 def worker(pool: FakePool, log: list[Any], **fields: Any) -> ComputeWorker:
@@ -179,14 +178,14 @@ def test_a_prefill_worker_waits_anew_for_steps_of_the_new_view() -> None:
     inner.connect = lambda own, view: connected.append(view)
     inner.left.append(StepDone(epoch=1, batch=1, step=4, sampled_tokens=[]))
     own: Any = SimpleNamespace(connect=lambda pool, keep: connected.extend([pool, keep]), fetch_s=0.0)
-    old, new = FakeLink(0, now), FakeLink(0, now)
+    old, new = FakeLink(now), FakeLink(now)
     mine = PrefillWorker(inner, own, [old], 1.0, lambda: now[0], epoch=1)  # type: ignore[list-item]
     assert mine.run_next() is None
     mine.connect([new], "pool", 2, [])  # type: ignore[arg-type,list-item]
     assert connected == ["pool", [], 2]
     assert not mine.has_work, "the chunk of the older epoch is dropped"
     inner.left.append(StepDone(epoch=2, batch=1, step=7, sampled_tokens=[]))
-    new.keys += [MessageKey(MessageKind.STORED, 4, epoch=1), MessageKey(MessageKind.STORED, 7, epoch=2)]
+    new.stored.append(7)
     done = mine.run_next()
     assert done is not None
     assert done.step == 7

@@ -12,7 +12,6 @@ import pytest
 
 from lamina.netstack import ChannelTimeout
 from lamina.protocol.control import StepDone
-from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
 from lamina.workers.prefill.prefill_worker import POLL_S, PrefillWorker
 
 
@@ -37,20 +36,19 @@ class FakeWorker:
 
 
 class FakeLink:
-    """Answers what it has, late by the time that it is given; the clock stands still otherwise."""
+    """Has stored some steps, and says so late by the time that it is given; the clock stands still otherwise."""
 
-    def __init__(self, worker: int, now: list[float]) -> None:
-        self.worker, self.now = worker, now
-        self.keys: deque[MessageKey] = deque()
+    def __init__(self, now: list[float]) -> None:
+        self.now, self.stored = now, list[int]()
 
-    def poll(self, timeout_s: float) -> MessageKey | None:
+    def wait_until_stored(self, step: int, timeout_s: float) -> bool:
         self.now[0] += timeout_s
-        return self.keys.popleft() if self.keys else None
+        return step in self.stored
 
 
 def make(steps: int, links: int = 2, timeout_s: float = 1.0) -> tuple[PrefillWorker, list[FakeLink], list[float]]:
     now = [100.0]
-    fakes = [FakeLink(i, now) for i in range(links)]
+    fakes = [FakeLink(now) for _ in range(links)]
     own = SimpleNamespace(attend_s=2.0, sending_s=3.0, fetch_s=0.0, fetched_bytes=0)
     worker = PrefillWorker(FakeWorker(steps), own, fakes, timeout_s, clock=lambda: now[0])  # type: ignore[arg-type]
     return worker, fakes, now
@@ -58,31 +56,19 @@ def make(steps: int, links: int = 2, timeout_s: float = 1.0) -> tuple[PrefillWor
 
 def test_a_step_is_done_when_all_have_stored_it() -> None:
     worker, (first, second), _ = make(2)
-    first.keys += [MessageKey(MessageKind.STORED, 0), MessageKey(MessageKind.STORED, 1)]
+    first.stored += [0, 1]
     assert worker.run_next() is None
-    second.keys.append(MessageKey(MessageKind.STORED, 0))
+    second.stored.append(0)
     done = worker.run_next()
     assert done is not None
     assert done.step == 0
     assert worker.run_next() is None
     assert worker.has_work
-    second.keys.append(MessageKey(MessageKind.STORED, 1))
+    second.stored.append(1)
     done = worker.run_next()
     assert done is not None
     assert done.step == 1
     assert not worker.has_work
-
-
-@pytest.mark.parametrize(
-    "key",
-    [MessageKey(MessageKind.STORED, 1), MessageKey(MessageKind.BOUND, 0), MessageKey(MessageKind.STORED, 0, batch=3)],
-    ids=str,
-)
-def test_a_memory_worker_that_says_something_else_is_not_believed(key: MessageKey) -> None:
-    worker, (link,), _ = make(2, links=1)
-    link.keys.append(key)
-    with pytest.raises(ProtocolError, match="memory worker 0: .* in place of"):
-        worker.run_next()
 
 
 def test_time_with_nothing_else_to_do_counts_also_when_the_answer_comes_in_it() -> None:
@@ -90,20 +76,11 @@ def test_time_with_nothing_else_to_do_counts_also_when_the_answer_comes_in_it() 
     assert worker.run_next() is None, "computed"
     assert worker.stats()["stored_wait_s"] == 0.0
     assert worker.run_next() is None
-    link.keys.append(MessageKey(MessageKind.STORED, 0))
+    link.stored.append(0)
     assert worker.run_next() is not None
     assert worker.stats()["stored_wait_s"] == pytest.approx(2 * POLL_S)
     assert (worker.stats()["attend_s"], worker.stats()["send_s"]) == (2.0, 3.0)
     assert "wait_s" not in worker.stats(), "no O is waited for there"
-
-
-def test_a_memory_worker_that_never_stores_is_named() -> None:
-    worker, (first, _), now = make(1, timeout_s=1.0)
-    first.keys.append(MessageKey(MessageKind.STORED, 0))
-    assert worker.run_next() is None
-    now[0] += 2.0
-    with pytest.raises(ChannelTimeout, match="memory worker 1 did not store K and V in 1 s"):
-        worker.run_next()
 
 
 def test_a_stage_waits_for_those_before_it_as_long_as_they_may_take() -> None:
@@ -121,7 +98,7 @@ def test_a_stage_waits_for_those_before_it_as_long_as_they_may_take() -> None:
     assert worker.run_next() is None, "both may need their time"
     here = True
     assert worker.run_next() is None, "computed, and not stored"
-    link.keys.append(MessageKey(MessageKind.STORED, 0))
+    link.stored.append(0)
     here = False
     assert worker.run_next() is not None
     now[0] += 1.9

@@ -4,6 +4,8 @@ Both ends know a transfer by its number, and know its parts. The sender copies K
 receiver copies it out. Which KV that is, and how it is transformed, is the concern of the parts alone. Messages stay in
 the channel until their transfer is expected. Those of a transfer that was cancelled are dropped.
 
+A link has two threads of its own, or its owner decides when it receives a message and when it sends a part.
+
 There is one way to give up: the channel is aborted, and every transfer of the link fails with a TransferError. A worker
 that lacks requested KV refuses that transfer alone.
 """
@@ -96,7 +98,7 @@ class Transfer:
 
 class TransferLink:
     """The transfers between this worker and one peer in an epoch, in both directions. One thread receives messages, and
-    another one sends them.
+    another one sends them; without threads, the owner calls ``receive_one`` and ``send_part``.
     """
 
     def __init__(
@@ -123,12 +125,13 @@ class TransferLink:
         self._num_requests = 0  # of the peer, that wait for their replies
         self._error = ""
         self._is_over = self._sends = False
+        self._heard = -math.inf  # when the last message came
         self._jobs = around.queue()  # items are calls that send; None ends the thread
         self._num_threads = 0
 
-    def attach(self, channel: Channel) -> None:
+    def attach(self, channel: Channel, *, threaded: bool = True) -> None:
         """Use ``channel``, which has connected, from now on. It is aborted if there is another one, or was to be, and
-        after a stop.
+        after a stop. ``threaded``: receive on a thread of the link.
         """
         with self._changed:
             is_late = self._channel is not None or bool(self._error) or self._is_over
@@ -137,7 +140,7 @@ class TransferLink:
             self._changed.notify_all()
         if is_late:
             channel.abort(f"{self.peer} connects late, or again")
-        else:
+        elif threaded:
             self._start(self._receive_all, "lamina-receive", self._incoming)
 
     def send(self, transfer: Transfer) -> Transfer:
@@ -154,6 +157,29 @@ class TransferLink:
     def request(self, number: int, data: bytes) -> None:
         """Request a transfer of the peer, which is to be expected. ``data``: must fit the peer's inbox."""
         self._enqueue(lambda staging: self._put(MessageType.REQUEST, number, 0, len(data), partial(_copy_bytes, data)))
+
+    @property
+    def is_receiving(self) -> bool:
+        """True if an expected transfer has parts that are still to come."""
+        return bool(self._incoming)
+
+    def receive_one(self, staging: Staging, timeout_s: float = 0.0) -> bool:
+        """Receive the next message on this thread, and return whether one has come. Raises ChannelTimeout if the peer
+        was silent for too long during a transfer, other ChannelErrors, ProtocolError.
+        """
+        channel = self._attached_channel()
+        try:
+            arrival = channel.wait_signal(timeout_s=timeout_s)
+        except ChannelTimeout:
+            self._check_for_silence()
+            return False
+        self._receive(channel, arrival, staging)
+        self._heard = self._clock()
+        return True
+
+    def send_part(self, number: int, index: int, part: TransferPart, staging: Staging) -> None:
+        """Send part ``index`` of transfer ``number`` on this thread. Raises ChannelError."""
+        self._put(MessageType.PART, number, index, part.nbytes, lambda data: part.copy(data, staging))
 
     def cancel(self, number: int) -> bool:
         """Drop what still comes of a transfer, and return whether it was expected. Nothing is copied any more when this
@@ -263,16 +289,13 @@ class TransferLink:
 
     def _send(self, transfer: Transfer, staging: Staging) -> None:
         while (part := transfer.next_part) is not None:
-            self._put_part(transfer, part, staging)
+            self.send_part(transfer.number, transfer.index, part, staging)
             with self._changed:
                 transfer.advance()
                 if transfer.next_part is None:
                     self._outgoing.pop(transfer.number, None)
                 self._changed.notify_all()
         transfer.on_end(transfer)
-
-    def _put_part(self, transfer: Transfer, part: TransferPart, staging: Staging) -> None:
-        self._put(MessageType.PART, transfer.number, transfer.index, part.nbytes, lambda data: part.copy(data, staging))
 
     def _put(
         self, message: MessageType, number: int, index: int, nbytes: int, fill: Callable[[memoryview], object]
@@ -292,25 +315,17 @@ class TransferLink:
     # Receive.
     def _receive_all(self, staging: Staging) -> None:
         """Receive messages until the channel ends."""
-        channel, heard, poll_s = self._attached_channel(), self._clock(), min(POLL_S, self._silence_s / 8)
+        self._heard, poll_s = self._clock(), min(POLL_S, self._silence_s / 8)
         while True:
-            try:
-                arrival = channel.wait_signal(timeout_s=poll_s)
-            except ChannelTimeout:
-                self._check_for_silence(heard)
-                continue
-            self._receive(channel, arrival, staging)
-            heard = self._clock()
+            self.receive_one(staging, poll_s)
 
-    def _check_for_silence(self, heard: float) -> None:
-        """Raise ProtocolError if the peer was silent for too long during a transfer. ``heard``: the time of its last
-        message.
-        """
+    def _check_for_silence(self) -> None:
+        """Raise ChannelTimeout if the peer was silent for too long during a transfer."""
         now = self._clock()
         with self._changed:
             for transfer in self._incoming.values():
-                if now - max(heard, transfer.started_at) > transfer.silence_s:
-                    raise ProtocolError(f"nothing has come for {transfer.silence_s:g} s")
+                if now - max(self._heard, transfer.started_at) > transfer.silence_s:
+                    raise ChannelTimeout(f"nothing has come for {transfer.silence_s:g} s")
 
     def _receive(self, channel: Channel, arrival: Arrival, staging: Staging) -> None:
         try:
@@ -371,6 +386,9 @@ class TransferLink:
             self._changed.notify_all()
         if is_done:
             transfer.on_end(transfer)
+
+
+NOTHING = TransferPart(0, lambda message, staging: None)  # the only part of a transfer that confirms another one
 
 
 def copy_here(source: Iterable[TransferPart], target: Iterable[TransferPart], staging: Staging) -> None:

@@ -12,7 +12,7 @@ from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.runtime import RUNTIME, Runtime
 
 from .block_parts import max_block_bytes
-from .transfer_link import Transfer, TransferLink, TransferPart, inbox
+from .transfer_link import NOTHING, Transfer, TransferLink, TransferPart, inbox
 
 Parts = Mapping[int, Iterable[TransferPart]]  # by the index of a peer
 
@@ -64,8 +64,7 @@ class TransferMesh:
 
     def finish(self) -> None:
         """Confirm that everything has arrived, and wait until the receivers have confirmed it. Raises ChannelError."""
-        nothing = (TransferPart(0, lambda message, staging: None),)
-        self.exchange(dict.fromkeys(self._sources, nothing), dict.fromkeys(self._targets, nothing))
+        self.exchange(dict.fromkeys(self._sources, (NOTHING,)), dict.fromkeys(self._targets, (NOTHING,)))
 
     def close(self) -> None:
         """End all links. Closes channels without aborting them: peers may still receive what was sent."""

@@ -9,7 +9,8 @@ import torch
 from memory_peer import LAYERS, SCHEMES, WAIT_S, Model, Peer, Pool, RefusedError, bind, model, placed, pools
 from msgspec import structs
 
-from lamina.netstack import Arrival, ChannelTimeout
+from lamina.netstack import Arrival, ChannelTimeout, Slot
+from lamina.netstack.checksum import checksum
 from lamina.protocol.prefill_stages import max_grants_in_flight, stage_layers
 from lamina.protocol.step_plan import (
     Fork,
@@ -23,10 +24,12 @@ from lamina.protocol.step_plan import (
     StepPlan,
     Truncate,
 )
-from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient
+from lamina.workers.compute.attention_client import AttentionClient
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer.prefill_receive import DECODE_GAP_S, IDLE_S, MAX_WAIT_S, PrefillReceiver
+from lamina.workers.memory.kv_transfer.transfer_link import MessageType, pack_header
 from lamina.workers.memory.worker_counters import Counters
+from lamina.workers.prefill.kv_sender import KvSender
 
 CPU = torch.device("cpu")
 pool = pools(*SCHEMES)
@@ -38,8 +41,8 @@ class Prefiller:
     def __init__(self, peers: list[Peer], like: Model, batch: int = 7) -> None:
         self.peers, self.like, self.batch = peers, like, batch
         partition = peers[0].bind.partition
-        links = [MemoryWorkerClient(p.channel, w, WAIT_S) for w, p in enumerate(peers)]
-        self.pool = AttentionClient(links, partition, like.layers, like.pool.backend)
+        self.links = [KvSender(p.channel, w, WAIT_S) for w, p in enumerate(peers)]
+        self.pool = AttentionClient(self.links, partition, like.layers, like.pool.backend)
 
     def send(self, step: int, rows: RowRange, layers: Sequence[int] | None = None) -> None:
         rows = placed(rows, self.peers[0].bind.partition)
@@ -49,8 +52,8 @@ class Prefiller:
             self.pool.kv(layer, k.unsqueeze(2), v.unsqueeze(2))
 
     def await_stored(self, step: int) -> None:
-        for peer in self.peers:
-            assert peer.receive(MessageKey(MessageKind.STORED, step)) == b""
+        for link in self.links:
+            assert link.wait_until_stored(step, WAIT_S)
 
 
 def with_prefill(
@@ -150,20 +153,33 @@ def test_a_plan_that_is_sent_again_grants_nothing_more(pool: Pool) -> None:
     assert len(decoding.step(1, [], [RowRange(1, 9, 1)])) == len(LAYERS)
 
 
+LAYER_BYTES = 9 * 4 * 32 * 4  # K and V of 9 tokens in the first layer
+
+
 @pytest.mark.parametrize(
-    ("key", "nbytes"),
-    [(MessageKey(MessageKind.KV, 1, layer=0), 9 * 4 * 32 * 4), (MessageKey(MessageKind.KV, 0, layer=1), 9 * 4 * 32 * 4),
-     (MessageKey(MessageKind.Q, 0, layer=0), 9 * 4 * 32 * 4), (MessageKey(MessageKind.KV, 0, layer=0), 8)],
+    ("header", "nbytes", "error"),
+    [
+        ((MessageType.PART, 0, 1), LAYER_BYTES, "part 0 of transfer 1 came, and is not expected"),
+        ((MessageType.PART, 1, 0), LAYER_BYTES, f"part 1 of transfer 0 with {LAYER_BYTES} bytes, not part 0"),
+        ((MessageType.PART, 0, 0), 8, f"part 0 of transfer 0 with 8 bytes, not part 0 of {LAYER_BYTES}"),
+        ((MessageType.REQUEST, 0, 0), LAYER_BYTES, "part 0 of transfer 0 is a message of type 2"),
+    ],
     ids=str,
-)  # fmt: skip
-def test_other_messages_than_those_granted_end_the_session(pool: Pool, key: MessageKey, nbytes: int) -> None:
+)
+@pytest.mark.parametrize("damaged", [False, True], ids=["", "damaged"])
+def test_other_messages_than_those_granted_end_the_epoch(
+    pool: Pool, header: tuple[int, int, int], nbytes: int, error: str, *, damaged: bool
+) -> None:
     decoding, (prefiller,) = with_prefill(pool)
     decoding.step(0, [New(1), PrefillGrant(1, 0, 9, 0, 0)], [])
-    prefiller.peers[0].send(key, bytes(nbytes))
+    channel = prefiller.peers[0].channel
+    slot = channel.reserve(nbytes, timeout_s=WAIT_S)
+    slot.data[:] = bytes(nbytes)
+    channel.put_signal(slot, pack_header(*header, bytes(16) if damaged else checksum(bytes(nbytes))))
     pool.threads[-1].join(WAIT_S)
     (end,) = pool.ends
     assert isinstance(end, ProtocolError)
-    assert "in place of" in str(end)
+    assert ("is damaged" if damaged else error) in str(end)
 
 
 class FakeChannel:
@@ -183,10 +199,16 @@ class FakeChannel:
 
     def release(self, arrival: Arrival) -> None: ...
 
-    def reserve(self, nbytes: int, *, timeout_s: float) -> None: ...
+    def reserve(self, nbytes: int, *, timeout_s: float) -> Slot:
+        return Slot(memoryview(bytearray(nbytes)), 0)
 
-    def put_signal(self, slot: None, tag: bytes) -> None:
+    def put_signal(self, slot: Slot, tag: bytes) -> None:
         self.told.append(tag)
+
+
+def part(step: int, index: int, data: bytes) -> bytes:
+    """The header of one part of a step's K and V."""
+    return pack_header(MessageType.PART, index, step, checksum(data))
 
 
 def granted(counts: Sequence[int], stages: int = 1) -> tuple[PrefillReceiver, list[FakeChannel], list[float]]:
@@ -200,13 +222,10 @@ def granted(counts: Sequence[int], stages: int = 1) -> tuple[PrefillReceiver, li
     ops = [New(i) for i in range(len(counts))] + [PrefillGrant(i, 0, n, i, 3) for i, n in enumerate(counts)]
     for n in counts:
         sizes = [4 * n * x.kv_heads * (x.qk_dim + x.v_dim) for x in LAYERS]
-        arrivals = [
-            Arrival(0, MessageKey(MessageKind.KV, 3, layer=i).pack(), memoryview(bytes(size)))
-            for i, size in enumerate(sizes)
-        ]
         for stage in range(stages):
             own = stage_layers(len(LAYERS), stages, stage)
-            channels.append(FakeChannel(arrivals[own.start : own.stop]))
+            data = [bytes(sizes[layer]) for layer in own]
+            channels.append(FakeChannel([Arrival(0, part(3, i, x), memoryview(x)) for i, x in enumerate(data)]))
             grants.add_sender(channels[-1])  # type: ignore[arg-type]
     plan = StepPlan(step=0, ops=[*ops], rows=[])
     grants.check_plan(plan)
@@ -232,7 +251,7 @@ def test_who_is_idle_takes_what_is_there_and_who_is_busy_a_message_now_and_then(
         grants.receive_one()
     assert not grants.is_open
     assert grants.poll_timeout_s == IDLE_S
-    assert [MessageKey.unpack(t) for t in channel.told] == [MessageKey(MessageKind.STORED, 3)]
+    assert channel.told == [part(3, 0, b"")]
 
 
 def test_of_several_stages_the_last_one_hears_when_all_have_sent_their_layers() -> None:
@@ -246,7 +265,7 @@ def test_of_several_stages_the_last_one_hears_when_all_have_sent_their_layers() 
     while first.arrivals:
         grants.receive_one()
     assert not grants.is_open
-    assert (first.told, [MessageKey.unpack(t) for t in last.told]) == ([], [MessageKey(MessageKind.STORED, 3)])
+    assert (first.told, last.told) == ([], [part(3, 0, b"")])
 
 
 def test_stages_share_all_layers_and_more_chunks_are_under_way() -> None:
