@@ -1,5 +1,5 @@
 """Files that are kept from one start to the next, in a folder of this user. A file is ignored if it cannot be read, if
-its bytes are not those of its digest, or if another user may have written it.
+its name and bytes are not those of its digest, or if another user may have written it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CachedFile:
             own = _is_own(status) and _is_own(os.stat(self.path.parent))
             if own and stat.S_ISREG(status.st_mode) and status.st_size <= self._largest + DIGEST_BYTES:
                 digest, data = file.read(DIGEST_BYTES), file.read()
-                if sha256(data).digest() != digest:
+                if self._digest(data) != digest:
                     return None
                 with suppress(OSError):  # a file system that is read only
                     os.utime(self.path)
@@ -57,7 +57,7 @@ class CachedFile:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:
                 try:
-                    file.write(sha256(data).digest() + data)
+                    file.write(self._digest(data) + data)
                     file.close()
                     os.replace(file.name, self.path)
                 except OSError:
@@ -67,6 +67,9 @@ class CachedFile:
             files = sorted(ours, key=lambda path: path.stat().st_mtime)
             for old in files[: max(0, len(files) - self._most_files)]:
                 old.unlink(missing_ok=True)
+
+    def _digest(self, data: bytes) -> bytes:
+        return sha256(self.path.name.encode() + data).digest()
 
     def _is_ours(self, path: Path) -> bool:
         return path.suffix in (self.path.suffix, "") and _OWN_NAME.fullmatch(path.stem) is not None

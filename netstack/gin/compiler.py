@@ -1,26 +1,29 @@
 """Compiles kernels.cu with links of NCCL's device API by nvcc, as NVRTC does not accept NCCL's headers. Compiled
-kernels are kept from one start to the next (kernel_cache.py).
+kernels are kept from one start to the next, in the folder of LAMINA_CACHE. A digest of all that determines them is the
+name of their file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lamina.netstack.cached_file import cache_directory
+from lamina.netstack.cached_file import CachedFile, cache_directory
 from lamina.netstack.cuda.driver import CSRC, FLAGS, KERNELS, Compiler
 
-from .kernel_cache import CachedImage
 from .nccl import LIBNCCL, package_folders
 
 NVCC = "LAMINA_NVCC"  # another compiler to run instead of the installed one
 READS = "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"  # environment variables that nvcc itself reads
 VERSION_S, COMPILE_S = 60.0, 600.0
+MOST_FILES = 16  # kept
+LARGEST = 256 << 20  # bytes of a file
 
 
 def header_folders() -> list[Path]:
@@ -83,7 +86,7 @@ def _compiled(compiler: str, architecture: int) -> bytes:
         return image.read_bytes()
 
 
-def _place(compiler: str, architecture: int) -> CachedImage | None:
+def _place(compiler: str, architecture: int) -> CachedFile | None:
     """Return the place of kept kernels, by all that determines them; None if there is no cache, or nvcc reports no
     version.
     """
@@ -97,7 +100,13 @@ def _place(compiler: str, architecture: int) -> CachedImage | None:
     except (OSError, subprocess.SubprocessError):
         return None
     environment = [os.environ.get(name, "") for name in READS]
-    return CachedImage(folder, [compiler, version.hex(), *_flags(architecture), *environment, code, *nccl])
+    return kept_image(folder, [compiler, version.hex(), *_flags(architecture), *environment, code, *nccl])
+
+
+def kept_image(folder: Path, facts: Sequence[str]) -> CachedFile:
+    """Return the file of the kernels that ``facts`` determine."""
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return CachedFile(folder / f"{name}.cubin", largest=LARGEST, most_files=MOST_FILES)
 
 
 def _digest(files: Iterable[Path]) -> str:

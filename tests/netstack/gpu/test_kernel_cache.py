@@ -14,7 +14,7 @@ import cuda_stand_in
 import pytest
 
 from lamina.netstack.gin import compiler
-from lamina.netstack.gin.kernel_cache import MOST_FILES, CachedImage
+from lamina.netstack.gin.compiler import MOST_FILES, kept_image
 
 NVCC = """#!/bin/sh
 [ "$1" = --version ] && { cat "$0.version"; exit; }
@@ -135,7 +135,7 @@ def _one_bit(file: Path) -> None:
 
 def _of_another_name(file: Path) -> None:
     """A whole file, of other kernels."""
-    other = CachedImage(file.parent, ["others"])
+    other = kept_image(file.parent, ["others"])
     other.write(b"other kernels")
     other.path.rename(file)
 
@@ -177,7 +177,7 @@ def test_what_is_torn_or_of_somebody_else_is_compiled_again(
 
 
 def test_a_file_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = CachedImage(tmp_path / "kernels", ["facts"])
+    place = kept_image(tmp_path / "kernels", ["facts"])
     place.write(b"image")
     assert place.read() == b"image"
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_be_is_none(nvcc: Nvcc, tmp_path: Path) -> None:
 
 
 def test_those_that_nobody_has_used_for_long_go(tmp_path: Path) -> None:
-    places = [CachedImage(tmp_path, [str(n)]) for n in range(MOST_FILES + 2)]
+    places = [kept_image(tmp_path, [str(n)]) for n in range(MOST_FILES + 2)]
     tmp_path.chmod(0o700)
     (tmp_path / "not ours.cubin").touch()
     for n, place in enumerate(places[:-1]):
