@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-_BLOCKS = ("before_q", "between", "after_kv")
+_BLOCKS = ("before_q", "between")
 
 
 def size_text(num_bytes: float) -> str:
@@ -62,11 +62,11 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
 
 
 def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
-    rows = [["slices", "operators", "weights", "GEMM before Q", "Q to KV", "after KV", "Q first"]]
+    rows = [["slices", "operators", "weights", "GEMM before Q", "Q to KV", "Q first"]]
     notes: dict[str, list[str]] = {}
     for label, piece, _ in _ranges(slices, lambda s: s["signature"]):
         first = piece["q_first"]
-        shares = [_percent(piece["gemm_share"][b]) for b in _BLOCKS] if first is not None else ["-"] * 3
+        shares = [_percent(piece["gemm_share"][b]) for b in _BLOCKS] if first is not None else ["-"] * len(_BLOCKS)
         verdict = "-" if first is None else "yes" if first else "no"
         rows.append([label, str(piece["operators"]), size_text(piece["weight_bytes"]), *shares, verdict])
         if first is False:

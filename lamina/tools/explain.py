@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _SPARSITY = options_of(SparsityOptions)
 EPILOG = """\
 columns: "slices" are the parts of the model between attention operators, slice N before that of layer N; equal ones
-share a row. "operators" are calls in its program. Three columns are shares of its GEMM weights: "GEMM before Q" until
-Q is sent, "Q to KV" from then until K and V are sent, "after KV" the rest. "Q first" says whether
-attention can begin while K and V are computed. "cut N" has the tensors that stay on compute workers from slice N to
+share a row. "operators" are calls in its program. Two columns are shares of its GEMM weights: "GEMM before Q" until Q
+is sent, "Q to KV" from then until K and V are sent. "Q first" says whether attention can begin while K and V are
+computed. "cut N" has the tensors that stay on compute workers from slice N to
 N + 1, by their bytes for a token. "uncut" is what would be alive there without a minimum cut. "messages N" has the
 bytes of Q, of K and V together (KV), and of O of layer N, between compute and memory workers.
 """

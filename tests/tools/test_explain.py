@@ -61,7 +61,7 @@ def test_a_model_with_weights_as_text(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
     help = " ".join(capsys.readouterr().out.split())
-    for column in ("operators", "GEMM before Q", "Q to KV", "after KV", "Q first", "cut N", "uncut", "messages N"):
+    for column in ("operators", "GEMM before Q", "Q to KV", "Q first", "cut N", "uncut", "messages N"):
         assert f'"{column}"' in help, "each column is defined"
 
 
