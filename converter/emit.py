@@ -102,7 +102,6 @@ class Emitter:
         self._names: dict[fx.Node, str] = {}
 
     def build(self) -> Slice:
-        """Build and return the slice."""
         schedule, out = self._schedule, self._out
         given = [*schedule.carried, *([schedule.arrives] if schedule.arrives else [])]
         names = [*carried_names(self._graph, schedule.carried), *(["o"] if schedule.arrives else [])]

@@ -83,7 +83,6 @@ class _Elsewhere(argparse.Action):
     """Sets an option that another command has, for as long as old names of flags are taken."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, text: Any, option_string: Any = None) -> None:
-        """Called by argparse."""
         setattr(namespace, self.dest, True)
         words = "is a flag of `bench decode` and `generate`, and an option of LLM"
         say(f"{option_string} {words}: serve takes it until version {OLD_NAMES_GO}", logging.WARNING)

@@ -96,5 +96,4 @@ class KvParity:
 
 
 def _least(reports: Sequence[Mapping[int, int]]) -> TokensBySequence:
-    """Return, by sequence, the tokens that all reports have."""
     return {sequence: min(report.get(sequence, 0) for report in reports) for sequence in reports[0]}

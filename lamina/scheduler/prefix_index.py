@@ -76,7 +76,6 @@ class Holding:
     session: SessionState | None = None
 
     def tokens_of_page(self, number: int) -> list[int]:
-        """Return the tokens of one of its pages."""
         return self.sequence.tokens[number * self.page_size : min(self.length, (number + 1) * self.page_size)]
 
 
@@ -124,7 +123,6 @@ class PrefixIndex:
         return len(self._pages)
 
     def place(self, kind: str, number: int = 0) -> Place:
-        """Return the place of that kind and number."""
         place = self._places.setdefault((kind, number), 1 << len(self._places))
         self._kinds[place] = kind
         return place

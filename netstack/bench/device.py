@@ -40,7 +40,6 @@ class KernelMessage:
         self.payload = self.address + PAYLOAD_AT
 
     def write(self, n: int, payload: bytes) -> None:
-        """Write message n."""
         head = HEAD.pack(len(payload), n.to_bytes(32, "little"), OK, 0, 0, 0)
         self._driver.write(self.address, head.ljust(PAYLOAD_AT, b"\0") + payload)
 

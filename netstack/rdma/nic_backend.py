@@ -37,7 +37,6 @@ def stride(geometry: Geometry) -> int:
 
 
 def inbox_bytes(geometry: Geometry) -> int:
-    """Return the bytes of an inbox."""
     return geometry.slots * stride(geometry)
 
 

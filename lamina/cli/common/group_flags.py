@@ -81,7 +81,6 @@ class _GroupAction(argparse.Action):
         self._group, self._values = group, values
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, text: Any, option_string: Any = None) -> None:
-        """Called by argparse."""
         flag = self._group.flag
         try:
             for name, each in self._group.parse(text).items():
@@ -103,7 +102,6 @@ class _OldFlag(argparse.Action):
         self._name, self._value = name, value
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, text: Any, option_string: Any = None) -> None:
-        """Called by argparse."""
         flag = option_string or self.option_strings[0]
         try:
             value = not flag.startswith("--no-") if self.nargs == 0 else _value(self._name, self._value, text)
@@ -120,7 +118,6 @@ class RenamedFlag(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, value: Any, option_string: str | None = None
     ) -> None:
-        """Called by argparse."""
         _renamed(self, namespace, value)
 
 
@@ -130,7 +127,6 @@ class RenamedSwitch(argparse.BooleanOptionalAction):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, value: Any, option_string: str | None = None
     ) -> None:
-        """Called by argparse."""
         _renamed(self, namespace, value=not str(option_string).startswith("--no-"))
 
 

@@ -73,7 +73,6 @@ class NodeAgent:
         return self._fate
 
     def kill(self) -> None:
-        """Kill the worker."""
         if self._process is not None:
             self._process.kill()
 

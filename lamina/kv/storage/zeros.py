@@ -32,7 +32,6 @@ class DummyStorage:
         raise FragmentLostError("zeros have no pages to take")
 
     def lookup(self, key: bytes) -> StoredPage | None:
-        """Return None."""
         return None
 
     def hint(self, turn: int, keys: Sequence[bytes]) -> None:

@@ -39,7 +39,6 @@ class SessionCache(Feature):
         self.num_shifts = 0
 
     def list_tenant(self, tenant: bytes) -> list[SessionInfo]:
-        """List the sessions of a tenant."""
         sessions = self._sessions.list_tenant(tenant)
         return [SessionInfo(s.name.name, s.turns, s.length, self._tier_of(s)) for s in sessions]
 

@@ -113,7 +113,6 @@ class Sessions:
         return self._by_name.get(name)
 
     def list_tenant(self, tenant: bytes) -> list[SessionState]:
-        """The sessions of one tenant."""
         return [session for name, session in self._by_name.items() if name.tenant == tenant]
 
     def list_all(self) -> Iterable[SessionState]:

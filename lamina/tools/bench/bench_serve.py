@@ -81,7 +81,6 @@ class _OneFile(argparse.Action):
     """Takes one file, and explains itself to those who name its kind too."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Called by argparse."""
         *more, path = values
         if more:
             text = f"--trace {' '.join(values)}: the kind is read from the file itself: give --trace {path}"

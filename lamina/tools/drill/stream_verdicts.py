@@ -111,7 +111,6 @@ def _movers(body: Mapping[str, Any], fork: Divergence) -> range:
 
 
 def only_choice(record: StreamRecord, choice: int) -> StreamRecord:
-    """Return the record with this choice only."""
     parts: list[dict[int, Any]] = [record.texts, record.ids, record.scores, record.reasons]
     texts, ids, scores, reasons = ({k: v for k, v in part.items() if k == choice} for part in parts)
     return StreamRecord(texts, ids, scores, reasons, sum(map(len, ids.values())), record.error, record.times, record.id)

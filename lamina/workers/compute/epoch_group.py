@@ -43,5 +43,4 @@ class EpochGroup:
         self._group.on_graph_launched()
 
     def close(self) -> None:
-        """Close the group."""
         self._group.close()

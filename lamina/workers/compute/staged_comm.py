@@ -77,5 +77,4 @@ class StagedCollective:
         """Do nothing: the host makes the calls, so no graph waits for ranks."""
 
     def close(self) -> None:
-        """Close the group."""
         self._inner.close()
