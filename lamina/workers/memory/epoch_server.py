@@ -45,9 +45,8 @@ from .kv_store import KvStore
 from .kv_transfer.live_migration import LiveMigration
 from .kv_transfer.prefill_receive import IDLE_S, PrefillReceiver
 from .layer_loop.device_loop import DeviceLayerLoop
-from .layer_loop.host_loop import RESERVE_S, HostLayerLoop
+from .layer_loop.host_loop import RESERVE_S, HostLayerLoop, ParityLayerLoop
 from .layer_loop.native_loop import NativeLayerLoop, can_use_native_loop
-from .layer_loop.parity_loop import ParityLayerLoop
 from .offload.page_transfers import PageTransfers
 from .worker_counters import Counters
 
