@@ -30,7 +30,7 @@ from lamina.models.tokenizer import (
 )
 from lamina.request import Metric, SamplingParams
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
-from lamina.utils.progress import progress_bar
+from lamina.utils.progress import start_progress
 
 from .vllm_compat import PASTED, translate_vllm_options
 
@@ -78,7 +78,7 @@ class Frontend:
             config = replace_options(config, {"enable_prefix_caching": False})
         remote = config.model.trust_remote_code
         self.defaults = default_sampling_params(model, generation_config, trust_remote_code=remote)
-        with progress_bar(progress) as on_progress:
+        with start_progress(progress) as on_progress:
             source = model if tokenizer is None else tokenizer
             here = not isinstance(model, str) or netstack.in_process(config.launch.scheme)
             limit_s = config.deadlines.start_timeout_s

@@ -56,11 +56,11 @@ class LLM:
         **options: Any,
     ) -> None:
         """``tokenizer``: a Hugging Face tokenizer, a path, or None for the model's own (a module has none).
-        ``progress``: show a bar on stderr while workers start and load. ``generation_config``: the source of sampling
-        defaults: "auto" = the model's generation_config.json, "none", or a directory that has one. ``max_logprobs``:
-        the most log-probabilities that a request may get, 20 by default; -1 = the whole vocabulary.
-        ``template_timeout_s``, ``template_memory``: the most seconds and bytes (a number, or text such as "512MiB")
-        that a chat template may take for a conversation.
+        ``progress``: show a bar on stderr while workers start and load; else stages of 3 s or more are logged.
+        ``generation_config``: the source of sampling defaults: "auto" = the model's generation_config.json, "none", or
+        a directory that has one. ``max_logprobs``: the most log-probabilities that a request may get, 20 by default;
+        -1 = the whole vocabulary. ``template_timeout_s``, ``template_memory``: the most seconds and bytes (a number, or
+        text such as "512MiB") that a chat template may take for a conversation.
         """
         memory = parse_size(template_memory, "template_memory")
         self.renderer = ChatRenderer(TemplateLimits(timeout_s=template_timeout_s, memory=memory))

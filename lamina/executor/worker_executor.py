@@ -88,7 +88,9 @@ class WorkerExecutor:
 
                     self.borrower = open_borrower(config, self.registry, self.workers, self.resizer)
                 self.workers.start(model)
+                on_progress("connecting workers", 0, 1)
                 self.ready = self.workers.connect()
+                on_progress("connecting workers", 1, 1)
                 self._read_clocks()
                 self.workers.spare_workers.start_missing(config.deadlines.start_timeout_s)
             self._state.enter(ExecutorState.RUNNING)

@@ -108,6 +108,7 @@ class WorkerGroup:
         self._model = model
         self._state.enter(GroupState.OPENING)
         self._begin()
+        self._on_progress("starting workers", 0, 1)
         for phase in (self._launch, self._open_memory, self._measure_memory_rates, self._load):
             phase()
 

@@ -81,10 +81,13 @@ def load(
         if size > 1:
             raise ModelError("--tensor-parallel-size: a module is used as it is, give the directory of a checkpoint")
         return _describe(_checked_module(source, dtype), None)
+    report = progress or (lambda stage, done, total: None)
+    report("opening the checkpoint", 0, 1)  # a hub id may be fetched
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     check_weights(directory)
     _check_size(directory, config)
+    report("opening the checkpoint", 1, 1)
     kind = weights_dtype(directory, config, dtype)
     stamps = file_stamps(directory)
     with LOAD_LOCK:

@@ -24,6 +24,7 @@ from lamina.models.generation_defaults import FILE, default_sampling_params
 from lamina.models.tokenizer import load_in_background
 from lamina.observe.log_lines import set_up_server_log
 from lamina.protocol.control import Progress
+from lamina.utils.progress import StartupLog
 
 from .app import make_app, with_middleware
 from .call import Service
@@ -77,6 +78,10 @@ async def _serve(
     remote, limit_s = engine_config.model.trust_remote_code, engine_config.deadlines.start_timeout_s
     defaults = default_sampling_params(model, config.generation_config, trust_remote_code=remote)
     stages = StartupLog()
+
+    def on_progress(progress: Progress) -> None:
+        stages(progress.stage, progress.done, progress.total)
+
     with _ended_by_signals(handle):
         loading = load_in_background(source, trust_remote_code=remote, here=False, limit_s=limit_s)
         start = StartEngine(
@@ -86,7 +91,7 @@ async def _serve(
             conductor_config=config.conductor_config,
             log_level=config.log_level,
         )
-        client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine), journal)
+        client = await EngineClient.connect(handle, on_progress, EngineRestarts(start, launch_engine), journal)
     stages.end()
     renderer = ChatRenderer(config.template_limits)
     try:
@@ -248,29 +253,3 @@ def _ended_by_signals(handle: EngineHandle) -> Iterator[None]:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     yield
-
-
-class StartupLog:
-    """Logs a line when a stage of a start begins, and one at its end: at its last report, when the next stage begins,
-    or in ``end``.
-    """
-
-    def __init__(self) -> None:
-        self._stage = ""
-        self._is_logged = True
-        self._since = time.monotonic()
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.stage != self._stage:
-            self.end()
-            self._stage, self._is_logged = progress.stage, False
-            if progress.done < progress.total:
-                logger.info("%s", self._stage)
-        if progress.done >= progress.total:  # reported several times if parts are smaller than the unit
-            self.end()
-
-    def end(self) -> None:
-        if not self._is_logged:
-            now = time.monotonic()
-            logger.info("%s: done, %.1f s", self._stage, now - self._since)
-            self._since, self._is_logged = now, True

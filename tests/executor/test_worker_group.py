@@ -87,7 +87,7 @@ def test_all_load_once_and_meet_as_often_as_they_are_told_to() -> None:
     first = fleet.start()
     second = fleet.cohort.connect()
     assert (first.epoch, second.epoch) == (1, 2)
-    assert fleet.stages == ["starting workers", "loading"]
+    assert fleet.stages == ["starting workers", "starting workers", "loading"], "the first has a beginning and an end"
     for worker in fleet.world.workers:
         kinds = [type(x) for x in worker.got]
         assert kinds.count(StartMemory if worker.role == "memory" else StartCompute) == 1

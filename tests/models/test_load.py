@@ -72,7 +72,8 @@ def test_a_directory(whole: Path) -> None:
     assert loaded.path == whole
     assert not loaded.model.training
     assert not any(p.requires_grad for p in loaded.model.parameters())
-    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["loading weights", "reading weights (MB)"]
+    stages = ["opening the checkpoint", "loading weights", "reading weights (MB)"]
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == stages
     counts = [t[1:] for t in seen if t[0] == "loading weights"]
     assert counts[-1][0] == counts[-1][1] > 0
     assert sorted(counts) == counts

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from lamina.utils.progress import progress_bar
+from lamina.utils import progress
+from lamina.utils.progress import StartupLog, progress_bar, start_progress
+
+ROOT = Path(__file__).resolve().parents[2]
+SOON_S = 30.0
 
 
 def last_states(text: str) -> list[str]:
@@ -39,3 +51,60 @@ def test_nothing_is_shown_unless_asked(capsys: pytest.CaptureFixture[str]) -> No
     with progress_bar(False) as show:
         show("cutting", 0, 1)
     assert capsys.readouterr().err == ""
+
+
+def test_the_log_has_the_beginning_and_the_end_of_every_stage(caplog: pytest.LogCaptureFixture) -> None:
+    stages = StartupLog()
+    with caplog.at_level(logging.INFO):
+        for stage, done in (("starting", 1), ("loading", 0), ("loading", 1), ("loading", 1), ("cutting", 0)):
+            stages(stage, done, 1)
+        assert caplog.messages[-1] == "cutting"
+        stages.end()
+    said = [r.getMessage().partition(",")[0] for r in caplog.records]
+    assert said == ["starting: done", "loading", "loading: done", "cutting", "cutting: done"]
+
+
+def fail_late(is_long: Callable[[], bool]) -> None:
+    """Starts, and fails in the third stage; the second one takes until ``is_long``."""
+    with start_progress(False) as show:
+        show("starting", 1, 1)
+        show("loading", 0, 1)
+        limit = time.monotonic() + SOON_S
+        while not is_long():
+            assert time.monotonic() < limit
+            select.select([], [], [], 0.01)
+        show("loading", 1, 1)
+        show("cutting", 0, 1)
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(("limit_s", "shown"), [(0.1, ["loading", "loading: done"]), (SOON_S, [])])
+def test_a_long_stage_of_a_start_in_python_is_logged_while_it_lasts(
+    limit_s: float, shown: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LONG_STAGE_S", limit_s)
+    caplog.set_level(logging.INFO)
+    with pytest.raises(ValueError, match="no"):
+        fail_late(lambda: not shown or bool(caplog.messages))
+    assert [text.partition(",")[0] for text in caplog.messages][:2] == shown
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("prepared", "shown"),
+    [
+        ("", True),
+        ("logging.basicConfig()", False),
+        ("logging.basicConfig(level='INFO')", True),
+        ("logging.getLogger('lamina').setLevel('ERROR')", False),
+    ],
+)
+def test_a_program_shows_the_stages_unless_it_has_set_up_logging_otherwise(prepared: str, shown: bool) -> None:
+    code = (
+        f"import logging; {prepared}\nfrom lamina.utils import progress; progress.LONG_STAGE_S = 0\n"
+        "with progress.start_progress(False) as show: show('starting workers', 0, 1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=100
+    )
+    assert ("starting workers" in done.stderr, "starting workers: done, 0.0 s" in done.stderr) == (shown, shown)

@@ -227,6 +227,7 @@ class ModelServer:
         """Return the program after all compile passes. ``group``: connects the ranks of a replica, if there are
         several.
         """
+        self._progress("preparing the slices", 0, 1)
         model, program = self.start.model, cut.program
         todo = compile_passes(
             cut.backend,
@@ -237,6 +238,7 @@ class ModelServer:
         for each in todo:
             program = each.run(program)
         cut.backend.packed_memory.seal()
+        self._progress("preparing the slices", 1, 1)
         return program
 
     def ready_message(self, cut: CutModel, bounds: Sequence[BindReply], epoch: int) -> ComputeReady:

@@ -16,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layers import JSON, ask, error_of, run
 
-from lamina.protocol.control import Progress
 from lamina.server.app import make_app, with_middleware
 from lamina.server.call import Service
 from lamina.server.engine_client.messages import Delta, EngineState, decode_scores, encode_scores
 from lamina.server.engine_client.reply_queue import ReplyQueue
 from lamina.server.errors import ApiError
-from lamina.server.run import HttpServer, StartupLog
+from lamina.server.run import HttpServer
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 
@@ -134,17 +133,6 @@ def test_the_log_says_how_many_completions_a_drain_has_cut(second: bool, caplog:
     assert told[1] == (
         "second signal: ending at once, 1 completion is cut" if second else "ending after 0.1 s: 1 completion is cut"
     )
-
-
-def test_the_log_has_the_beginning_and_the_end_of_every_stage(caplog: pytest.LogCaptureFixture) -> None:
-    stages = StartupLog()
-    with caplog.at_level(logging.INFO):
-        for stage, done in (("starting", 1), ("loading", 0), ("loading", 1), ("loading", 1), ("cutting", 0)):
-            stages(Progress(stage=stage, done=done, total=1))
-        assert caplog.messages[-1] == "cutting"
-        stages.end()
-    said = [r.getMessage().partition(",")[0] for r in caplog.records]
-    assert said == ["starting: done", "loading", "loading: done", "cutting", "cutting: done"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
