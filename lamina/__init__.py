@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .request import CompletionOutput as CompletionOutput
     from .request import RequestOutput as RequestOutput
     from .request import SamplingParams as SamplingParams
+    from .request import StructuredOutputsParams as StructuredOutputsParams
 
 # Public name -> module of this package. No module bears a name of this table: it would take its place.
 _PUBLIC = {
@@ -26,6 +27,7 @@ _PUBLIC = {
     "AsyncLLM": "api.async_llm",
     "EngineConfig": "config",
     "SamplingParams": "request",
+    "StructuredOutputsParams": "request",
     "RequestOutput": "request",
     "CompletionOutput": "request",
     "wrap": "api.wrapped",
@@ -38,6 +40,7 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "wrap",
 ]

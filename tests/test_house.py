@@ -30,6 +30,7 @@ STOREYS = (
     ("workers/compute",),
     ("workers/memory",),
     ("workers",),  # what every worker process has
+    ("grammar",),  # structured output
     ("models",),
     ("ops/rows",),
     ("ops/attention", "ops/collective", "ops/gemm", "ops/sampling"),

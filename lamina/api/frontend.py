@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,8 @@ from lamina.engine.streams import EngineRequest, RequestStreams
 from lamina.engine.tuning.profiling import tune_num_batches
 from lamina.executor.transport_choice import choose_transport
 from lamina.executor.worker_executor import WorkerExecutor
+from lamina.grammar.front_end import GrammarFrontEnd
+from lamina.grammar.vocabulary import vocabulary_of
 from lamina.models.chat_template import RenderedChat
 from lamina.models.checkpoint import peek_config
 from lamina.models.generation_defaults import AUTO, default_sampling_params
@@ -93,6 +96,12 @@ class Frontend:
                 self.pools.close()
                 raise
         self.streams = RequestStreams(self.engine)
+        self._grammars: GrammarFrontEnd | None = None
+        if self.tokenizer is not None:
+            info = self.engine.worker_info
+            words = cache(partial(vocabulary_of, self.tokenizer, info.vocab_size, info.eos_token_ids))
+            self._grammars = GrammarFrontEnd(words)
+            self.engine.vocabulary.use(words)
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters for prompts without their own."""
@@ -107,6 +116,8 @@ class Frontend:
             raise ValueError("bad_words and bad_words_token_ids say the same of other tokens: leave one out")
         if params.bad_words and self.tokenizer is not None:
             params.bad_words_token_ids = bad_words_ids(self.tokenizer, params.bad_words)
+        if self._grammars is not None:
+            self._grammars.fill(params)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-self._num_kept_prompt_tokens(params) :]
         if params.stop_strings and self.tokenizer is None:

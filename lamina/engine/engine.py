@@ -24,7 +24,7 @@ from lamina.scheduler.sessions.session_table import SessionName, Sessions
 from lamina.scheduler.surviving_kv import SurvivingTokens, num_stored_tokens
 
 from .feature import EngineFeature
-from .intake import RequestIntake
+from .intake import RequestIntake, check_structure
 from .request import ActiveRequests, DecodeToken, IncrementalDetokenizer, Request
 from .scheduler_factory import (
     build_engine_features,
@@ -35,6 +35,7 @@ from .scheduler_factory import (
     new_block_tables,
     refresh_prefill_stores,
 )
+from .vocabulary_delivery import VocabularyDelivery
 
 log = logging.getLogger(__name__)
 AnyFeature = TypeVar("AnyFeature", bound=EngineFeature)
@@ -76,6 +77,7 @@ class Engine:
         self.features = (*own, *features)
         self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, self.sessions)
         self.requests = ActiveRequests(clock)
+        self.vocabulary = VocabularyDelivery()
         self.in_flight: dict[tuple[int, int], ScheduledStep] = {}  # by batch and step
         self.idle = False  # the last step found nothing to do: requests that are left wait for blocks
 
@@ -138,6 +140,7 @@ class Engine:
     def check(self, prompt: list[int], params: SamplingParams, terms: CacheOptions = DEFAULT_CACHE_OPTIONS) -> None:
         """Raise ValueError, in one line, for a prompt or parameters that cannot be served."""
         self._intake.check(prompt, params, terms)
+        check_structure(params, has_vocabulary=self.vocabulary.is_available)
 
     def step(self) -> list[RequestOutput]:
         """Run one pass of the loop. Returns the outputs that grew or ended. Raises WorkerError if a worker is lost for
@@ -196,6 +199,7 @@ class Engine:
         self.scheduler.begin_epoch(ready.epoch, ready.replicas or self.worker_info.replicas)
         self.worker_info = refresh_prefill_stores(self.scheduler, self.config, self.worker_info, ready.prefill_stores)
         self.scheduler.resend_penalties()
+        self.vocabulary.begin_epoch()
         self.scheduler.features.resume(ready)
 
     def reset_prefix_cache(self) -> None:
@@ -223,10 +227,14 @@ class Engine:
     def _run(self, steps: list[ScheduledStep]) -> Done | EpochChanged | None:
         """Submit a round. Then wait for the next event, unless another round can be queued first."""
         if steps:
-            self.executor.submit(RunRound(round=steps[0].plan.step, steps=[self._prepare(s) for s in steps]))
+            run = [self._prepare(s) for s in steps]
+            words = self.vocabulary.attached(run)
+            self.executor.submit(RunRound(round=steps[0].plan.step, steps=run, vocabulary=words))
         for chunk in self.scheduler.take_prefill_steps():
             if chunk.prefill_worker is not None:
-                new = RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)])
+                part = [self._prepare(chunk)]
+                words = self.vocabulary.attached(part, chunk.prefill_worker)
+                new = RunRound(round=chunk.plan.step, steps=part, vocabulary=words)
                 self.executor.submit_prefill(chunk.prefill_worker, new)
         self.idle = not self.in_flight and not self.scheduler.must_wait_for_transfer
         if self.idle:

@@ -155,6 +155,13 @@ def check_token_ids(prompt: list[int], params: SamplingParams, vocabulary: int) 
             raise ValueError(f"{name}: token id {bad} is out of vocabulary: it has {vocabulary} tokens")
 
 
+def check_structure(params: SamplingParams, *, has_vocabulary: bool) -> None:
+    """Raises ValueError for structured outputs where no front end has compiled them: it needs a tokenizer."""
+    asked = params.structured_outputs
+    if asked is not None and (asked.compiled is None or not has_vocabulary):
+        raise ValueError("structured_outputs need a tokenizer: pass tokenizer=, or leave them out")
+
+
 def check_stop_tokens(params: SamplingParams, stops: Collection[int], vocabulary: int) -> None:
     """Raises ValueError where ``min_tokens`` bans all tokens that there are, as each is one of ``stops``."""
     if params.min_tokens and set(stops).issuperset(range(vocabulary)):

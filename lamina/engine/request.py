@@ -263,6 +263,7 @@ def all_tokens_banned_message(params: SamplingParams, outputs: int) -> str:
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words_token_ids,
         "min_tokens": outputs < params.min_tokens,
+        "structured_outputs": params.structured_outputs,
     }
     given = [name for name, value in forbids.items() if value]
     if given == ["min_tokens"]:

@@ -255,6 +255,7 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     # The last token of each is forbidden where the completion ends with the others.
     bad_words_token_ids: list[list[int]] = []
     allowed_token_ids: list[int] = []  # all others are forbidden; empty: none
+    grammar: str = ""  # of the completion, as llguidance reads it; empty: none
 
 
 class LogitsUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -297,11 +298,22 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True):
     sampling_requests: list[SamplingRequest]
 
 
+class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes of each token, by which a grammar decides. Special tokens begin with the byte 0xFF, which no text has;
+    tokens without bytes are never drawn.
+    """
+
+    tokens: list[bytes]  # as many as logits
+    special_token_ids: list[int]
+    end_token_ids: list[int]  # that may follow a finished text; at least one
+
+
 class RunRound(msgspec.Struct, frozen=True, kw_only=True, tag="run-round"):
     """Driver -> compute workers: a step of each batch; to a prefill worker: a chunk of a prompt. It may be queued."""
 
     round: int
     steps: list[RunStep]
+    vocabulary: Vocabulary | None = None  # with the worker's first grammar in an epoch
 
 
 NO_TOKEN = -1

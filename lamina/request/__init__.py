@@ -16,3 +16,4 @@ from .outputs import logprobs_of as logprobs_of
 from .outputs import refusal_text as refusal_text
 from .sampling_params import FILTERS as FILTERS
 from .sampling_params import SamplingParams as SamplingParams
+from .structured_outputs import StructuredOutputsParams as StructuredOutputsParams

@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from .structured_outputs import StructuredOutputsParams
 from .unsupported_options import check_supported_fields, vllm_arguments
 
 FILTERS = ("min_p", "top_k", "top_p")  # in vLLM's order
@@ -58,6 +59,7 @@ class SamplingParams:
     detokenize: bool = True  # False: no text, only tokens
     truncate_prompt_tokens: int | None = None  # keep this many last prompt tokens; -1 = as many as fit, None = all
     kv_sparsity: str | None = None  # "none" keeps all KV, whatever the engine does; None = as the engine is started
+    structured_outputs: StructuredOutputsParams | None = None  # what the whole completion follows
     # ``bad_words`` as token ids; None = a tokenizer makes them.
     bad_words_token_ids: list[list[int]] | None = None
 
@@ -97,6 +99,7 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _check(-100.0 <= bias <= 100.0, f"logit_bias of token {token} must lie in -100..100, not {bias}")
         self._check_tokens()
+        self._check_structure()
         _check(self.detokenize or not self.stop_strings, "stop strings need text: leave out detokenize=False, or stop")
         _check(self.seed is None or 0 <= self.seed < 1 << 63, f"seed must lie in 0..2**63-1, not {self.seed}")
 
@@ -105,6 +108,18 @@ class SamplingParams:
         if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(FILTERS):
             raise ValueError(f"filter_order must have each of {', '.join(FILTERS)} once, not {order!r}")
         self.filter_order = tuple(order)
+
+    def _check_structure(self) -> None:
+        given: Any = self.structured_outputs
+        if isinstance(given, Mapping):
+            try:
+                given = StructuredOutputsParams(**given)
+            except TypeError as e:
+                raise ValueError(f"structured_outputs: {e}") from e
+        if given is not None:
+            if not isinstance(given, StructuredOutputsParams):
+                raise ValueError(f"structured_outputs must be a StructuredOutputsParams, not {given!r}")
+            self.structured_outputs = copy(given)
 
     def _check_tokens(self) -> None:
         kept = self.truncate_prompt_tokens
@@ -150,7 +165,7 @@ class SamplingParams:
     def adjusts_logits(self) -> bool:
         """True if penalties or bias change logits, or tokens are forbidden from first to last."""
         changed = self.presence_penalty or self.frequency_penalty or self.logit_bias
-        forbidden = self.bad_words_token_ids or self.allowed_token_ids
+        forbidden = self.bad_words_token_ids or self.allowed_token_ids or self.structured_outputs
         return bool(changed or forbidden) or self.repetition_penalty != 1.0
 
     @property

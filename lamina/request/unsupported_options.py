@@ -19,10 +19,9 @@ ORDER = (
     "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs", "detokenize",
     "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
-_GRAMMAR = "outputs follow no grammar or schema here: leave it out, and check the text that comes"
+_GRAMMAR = "take structured_outputs=StructuredOutputsParams(...)"
 # Name -> the values, in addition to None, that request nothing; the replacement.
 UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "structured_outputs": ((), _GRAMMAR),
     "guided_decoding": ((), _GRAMMAR),
     "response_format": (({"type": "text"},), _GRAMMAR),
     "logits_processors": (([],), "lamina.wrap(model).generate takes logits_processor"),

@@ -110,6 +110,7 @@ def _penalties(sequence: Sequence) -> Penalties:
         prompt_token_ids=sorted(set(sequence.prompt)) if params.repetition_penalty != 1.0 else [],
         bad_words_token_ids=params.bad_words_token_ids or [],
         allowed_token_ids=params.allowed_token_ids or [],
+        grammar=(params.structured_outputs and params.structured_outputs.compiled) or "",
     )
 
 

@@ -156,7 +156,9 @@ class Sequence:
         """Append a sampled token, and finish the sequence if it ends by it or by length."""
         self.tokens.append(token)
         self.num_output_placeholders -= 1
-        if token in self.stop_tokens and self.num_output_tokens > self.params.min_tokens:
+        # An earlier stop token was drawn only if a grammar allowed no other token.
+        may_stop = self.num_output_tokens > self.params.min_tokens or self.params.structured_outputs is not None
+        if token in self.stop_tokens and may_stop:
             self.finish("stop", token if token in (self.params.stop_token_ids or []) else None)
         elif len(self.tokens) >= self.max_len:
             self.finish("length")

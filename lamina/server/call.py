@@ -7,11 +7,14 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from lamina.executor.chat_renderer import ChatRenderer
 from lamina.facts.host_memory import memory_bytes
+from lamina.grammar.front_end import GrammarFrontEnd
+from lamina.grammar.vocabulary import vocabulary_of
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.sessions.session_turns import SessionTurns
@@ -69,6 +72,8 @@ class Service:
         self.created = int(time.time())
         self.prompt_processor = PromptProcessor(tokenizer, client.ready, renderer, config.chat_template_content_format)
         self.token_texts = TokenTexts(tokenizer)
+        ready = client.ready
+        self.grammars = GrammarFrontEnd(partial(vocabulary_of, tokenizer, ready.vocab_size, ready.end_token_ids))
         self.metrics = ServerMetrics(names[0], config.conductor_config.limits)
         self.engine_metrics = EngineMetrics(client, self.metrics.labels)
         self.metrics.registry.register(self.engine_metrics)

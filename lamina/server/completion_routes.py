@@ -24,6 +24,7 @@ from .request.openai_protocol import ChatRequest, CompletionRequest, Sampling, S
 from .request.prompt_processing import Prompt, echoed_text, split_prompts
 from .request.request_bodies import parse
 from .request.sampling_request import chat_params, completion_params
+from .request.structured_output import compile_structure
 from .response.answer_memory import answer_costs, reserve_answer
 from .response.event_stream import EventStream, json_response_of, run_until_disconnect
 from .response.openai_shapes import response_shape
@@ -57,6 +58,7 @@ async def completions(request: Request) -> Response:
         room = TextRoom(request.state.intake, service.tokenizing)
         prompts = await service.prompt_processor.completions(parts, max_tokens, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
+        await compile_structure(service.grammars, body, params)
         call = await _call(request, body, asked, prompts, ticket, turn)
     return await _answer(request, body, call)
 
@@ -80,6 +82,7 @@ async def chat(request: Request) -> Response:
         room = TextRoom(request.state.intake, service.tokenizing)
         prompt = await service.prompt_processor.chat(body.messages, most, variables, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
+        await compile_structure(service.grammars, body, params)
         call = await _call(request, body, asked, [replace(prompt, text=echo)], ticket, turn)
     return await _answer(request, body, call)
 

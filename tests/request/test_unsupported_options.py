@@ -42,9 +42,8 @@ def test_arguments_without_names_are_taken_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
     [
-        ("structured_outputs", object(), "outputs follow no grammar or schema here"),
-        ("guided_decoding", {"regex": "a+"}, "outputs follow no grammar or schema here"),
-        ("response_format", {"type": "json_object"}, "outputs follow no grammar or schema here"),
+        ("guided_decoding", {"regex": "a+"}, "take structured_outputs=StructuredOutputsParams"),
+        ("response_format", {"type": "json_object"}, "take structured_outputs=StructuredOutputsParams"),
         ("logits_processors", [print], "lamina.wrap(model).generate takes logits_processor"),
         ("flat_logprobs", 1, "logprobs are a list of mappings"),
         ("output_kind", Kind.DELTA, "outputs are cumulative"),

@@ -8,7 +8,7 @@ workers that may know nothing: under a new id, as after a preemption, and to pre
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -138,10 +138,20 @@ class PendingHistory(NamedTuple):
     num_tokens: int  # tokens of the completion
 
 
+def no_rules(penalties: Penalties) -> Iterable[TokenRule]:
+    """Return no rule, for workers whose requests have no grammar."""
+    return ()
+
+
 class TokenHistories(dict[int, TokenHistory]):
     """The histories of all sequences that have one. While there is one, it must see every step, in order, even if
     another worker draws.
     """
+
+    def __init__(self, rules_of: Callable[[Penalties], Iterable[TokenRule]] = no_rules) -> None:
+        """``rules_of``: makes the rules of a new sequence that are not in this package."""
+        super().__init__()
+        self._rules_of = rules_of
 
     def note(self, ops: Iterable[SequenceOp], draws: Iterable[SamplingRequest]) -> dict[int, PendingHistory]:
         """Note the tokens that requests bring, and forget freed sequences. Returns the histories to count, by sequence.
@@ -156,7 +166,7 @@ class TokenHistories(dict[int, TokenHistory]):
         adjust = draw.logits_update
         assert adjust is not None
         if adjust.penalties is not None:
-            self[draw.sequence] = TokenHistory(adjust.penalties)
+            self[draw.sequence] = TokenHistory(adjust.penalties, self._rules_of(adjust.penalties))
         history = self.get(draw.sequence)
         known = -1 if history is None else len(history.token_ids)
         if history is None or known != adjust.num_known_tokens:

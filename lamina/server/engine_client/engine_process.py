@@ -20,6 +20,7 @@ from lamina.executor.counter_collection import has_progress
 from lamina.executor.launchers import open_launcher
 from lamina.executor.transport_choice import choose_transport
 from lamina.executor.worker_executor import WorkerExecutor
+from lamina.grammar.vocabulary import vocabulary_of
 from lamina.models.tokenizer import load_in_background
 from lamina.observe.log_lines import is_json
 from lamina.protocol.control import EPOCH_BITS, ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
@@ -28,6 +29,7 @@ from lamina.request import ErrorOrigin, OverloadedError, RequestOutput
 from lamina.scheduler.conductor.overload import NO_LIMITS
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName
+from lamina.utils.background_thread import LowPriorityCall
 from lamina.utils.log_limit import limit_repeats
 from lamina.workers.worker_process import write_error
 
@@ -126,7 +128,12 @@ def serve_link(link: ControlLink, start: StartEngine) -> None:
         if start.is_first:
             check_slo(engine, limits, progress)
         engine.slo_admission.set_config(start.conductor_config)
-        loop = EngineLoop(link, engine, pools, tokenizer.result(limit_s))
+        words = tokenizer.result(limit_s)
+        if words is not None:
+            facts = pools.ready
+            make = partial(vocabulary_of, words, facts.vocab_size, facts.eos_token_ids)
+            engine.vocabulary.use(LowPriorityCall(make, "reading the vocabulary").result)
+        loop = EngineLoop(link, engine, pools, words)
         try:
             loop.run()
         except (WorkerError, LinkClosedError):

@@ -90,6 +90,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     attention_calls_per_step: int  # attention layers: each is one round trip to the memory workers
     caches_prefixes: bool = False  # keeps KV of finished requests
     sparse: list[bool] = []  # layer group -> whether sequences drop KV blocks there; empty: none do
+    end_token_ids: list[int] = []  # of the model
     truncates: bool = False  # cuts prompts that are longer than the context, instead of refusing them
     max_tokens_that_fit: float = 0.0  # number of sequences of max_model_len tokens whose KV the pool holds at once
     row_bytes: dict[str, int]  # "q", "kv", "o": bytes of one row in all layers

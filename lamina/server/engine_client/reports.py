@@ -98,6 +98,7 @@ def ready_of(engine: Engine, pools: WorkerExecutor) -> EngineReady:
         sparse=info.sparse,
         attention_calls_per_step=len(info.summary.get("q_bytes", [])),
         caches_prefixes=engine.config.caches_prefixes,
+        end_token_ids=info.eos_token_ids,
         truncates=engine.config.overflow.truncates_context,
         max_tokens_that_fit=engine.scheduler.max_sequences_of(info.max_model_len),
         row_bytes={k: sum(info.summary.get(v, [])) for k, v in names.items()},

@@ -133,6 +133,8 @@ class Sampling(Strict):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # the least time that KV is kept
     prompt_cache_options: PromptCacheOptions | None = None
     kv_sparsity: Literal["none", "evict", "select"] | None = None  # none: it keeps all of its KV
+    response_format: Variables | None = None  # see structured_output.py, as for the next one
+    structured_outputs: Variables | None = None  # vLLM's field
     add_special_tokens: Bool | None = None  # default: with a text; a conversation has them from its template
 
 

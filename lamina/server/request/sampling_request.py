@@ -13,6 +13,7 @@ from lamina.server.errors import ApiError, bad_request, context_length_error
 from lamina.server.server_config import ServerConfig
 
 from .openai_protocol import ChatRequest, CompletionRequest, Sampling
+from .structured_output import structure_of
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
@@ -84,6 +85,7 @@ def _params(
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo and request.prompt_logprobs is None else request.prompt_logprobs,
             logit_bias=_logit_bias(request, ready),
+            structured_outputs=structure_of(request),
         )
     except ValueError as e:
         raise bad_request(str(e), PARAMS) from e

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lamina.grammar.rules import Grammars
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.ops.sampling.sampler import Sampler
 from lamina.ops.sampling.token_history import LogitChanges, PendingHistory, TokenHistories, logit_changes_of
@@ -210,7 +211,9 @@ class ComputeWorker:
         self._call = self._call_fixed if deterministic else self._call_plain
         self._tasks: SliceTasks = []  # this replica's queue
         self._last_tokens: dict[int, dict[int, int]] = {}  # batch -> sequence -> the token that the last step drew
-        self._histories = TokenHistories()
+        self._grammars = Grammars()
+        self._histories = TokenHistories(self._grammars.rules_of)
+        self._masks_begun = set[tuple[int, int]]()  # (batch, step)
         self._penalties_due: dict[
             tuple[int, int], dict[int, PendingHistory]
         ] = {}  # (batch, step) -> what its penalties count
@@ -248,13 +251,17 @@ class ComputeWorker:
         self._past = dict.fromkeys(before, 0.0)
         now = self._activity_seconds()
         self._past = {name: seconds - now[name] for name, seconds in before.items()}
-        self._tasks, self._penalties_due, self._last_tokens, self._histories = [], {}, {}, TokenHistories()
+        self._tasks, self._penalties_due, self._last_tokens = [], {}, {}
+        self._histories = TokenHistories(self._grammars.rules_of)
+        self._masks_begun.clear()
 
     def submit(self, new: RunRound) -> None:
         """Queue this replica's slice tasks of a round. Replica 0 also sends the plans to the memory workers. Steps of
         an older epoch are dropped. Raises ValueError for penalties that count tokens this worker does not know.
         """
         last = len(self._slices) - 1
+        if new.vocabulary is not None:
+            self._grammars.set_vocabulary(new.vocabulary)
         for step in new.steps:
             if step.plan.epoch < self._epoch:
                 continue
@@ -322,6 +329,17 @@ class ComputeWorker:
         start = self._trace.now()
         self._pipeline.send(step.plan, index, (ids, *self._call(index, inputs)))
         self._trace.add(Event.SLICE, start, step.plan, index, value=len(step.token_ids))
+        self._begin_masks(step, ids)
+
+    def _begin_masks(self, step: RunStep, ids: Tensor) -> None:
+        """Let the rules of the step's draws make their masks while memory workers attend."""
+        key = step.plan.batch, step.plan.step
+        if key in self._masks_begun or (due := self._penalties_due.get(key)) is None:
+            return
+        self._masks_begun.add(key)
+        pending = _pending_tokens(step, ids)
+        for sequence, each in due.items():
+            each.history.begin(each.num_tokens, pending.get(sequence))
 
     def _finish(self, step: RunStep) -> StepDone | None:
         last, sampled = len(self._slices) - 1, list[SampledToken]()
@@ -337,8 +355,8 @@ class ComputeWorker:
             begun = time.perf_counter()
             changes = dict[int, LogitChanges]()
             if (due := self._penalties_due.pop((step.plan.batch, step.plan.step), None)) is not None:
-                pending = {d.sequence: int(ids[d.row]) for d in step.sampling_requests if d.has_pending_token}
-                changes = logit_changes_of(due, pending)
+                self._masks_begun.discard((step.plan.batch, step.plan.step))
+                changes = logit_changes_of(due, _pending_tokens(step, ids))
             sampled = self._rank_group.sample(logits[:, -1], step.sampling_requests, changes)
             self.sample_s += time.perf_counter() - begun
             self._trace.add(Event.SAMPLE, begun, step.plan)
@@ -380,6 +398,11 @@ class ComputeWorker:
         held.forward(self._client, rows)
         self.slice_s += time.perf_counter() - start
         return tuple(torch.cat(parts)[:rows] for parts in zip(*outs, strict=True))
+
+
+def _pending_tokens(step: RunStep, ids: Tensor) -> dict[int, int]:
+    """Return the tokens that the step before drew, of sequences whose draws count them."""
+    return {d.sequence: int(ids[d.row]) for d in step.sampling_requests if d.has_pending_token}
 
 
 def _resolve(step: RunStep, last: dict[int, int]) -> list[int]:

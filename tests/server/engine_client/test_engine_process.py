@@ -557,6 +557,7 @@ def test_what_a_server_is_told_of_the_engine(bench: Bench) -> None:
     assert bench.loop.ready() == EngineReady(
         vocab_size=VOCAB, max_model_len=128, max_num_seqs=bench.engine.config.batching.max_num_seqs, dtype="float32",
         block_size=4, num_blocks=[[64]], holders=[[0]], attention_calls_per_step=2, max_tokens_that_fit=2.0,
+        end_token_ids=bench.wire.ready.eos_token_ids,
         row_bytes={"q": 16, "kv": 8, "o": 32}, workers=["compute-0", "memory-0"], hosts=bench.workers.hosts,
     )  # fmt: skip
 

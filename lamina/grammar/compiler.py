@@ -1,0 +1,104 @@
+"""Compiles structured outputs by llguidance. No torch here.
+
+llguidance refuses what it cannot enforce, and names it; its limits bound the time and memory of each call. It needs no
+other package. xgrammar, the alternative, brings triton and ignores some keywords without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from lamina.protocol.control import Vocabulary
+from lamina.request.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_SPACES = 32  # spaces, tabs and line breaks between two parts of JSON
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be enforced; the text names the reason."""
+
+
+class _Tokens:
+    """The vocabulary in the form that llguidance takes."""
+
+    bos_token_id = None
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens, self.special_token_ids = vocabulary.tokens, vocabulary.special_token_ids
+        self.eos_token_id = vocabulary.end_token_ids[0]
+        self.made: LLTokenizer | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        """Return tokens of a text that the grammar leaves no choice about: the longest ones, from left to right."""
+        return [] if self.made is None else self.made.greedy_tokenize(text)
+
+
+def source_of(params: StructuredOutputsParams) -> str:
+    """Return structured outputs as llguidance reads them. Raises GrammarError."""
+    from llguidance import LLMatcher, grammar_from, regex_to_lark
+
+    try:
+        if params.json is not None or params.json_object:
+            schema = json.loads(params.json) if isinstance(params.json, str) else {"type": "object"}
+            spaces = {"whitespace_pattern": rf"[ \t\r\n]{{0,{MAX_SPACES}}}"}
+            options: Any = {"whitespace_flexible": False} if params.disable_any_whitespace else spaces
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides={**options, "lenient": False}))
+        if params.regex is not None:
+            expression = regex_to_lark(_without_anchors(params.regex), "d")  # digits are those of ASCII
+            return str(LLMatcher.grammar_from_lark(f"start: /{expression}/"))
+        if params.choice is not None:
+            return str(grammar_from("choice", json.dumps(params.choice)))
+        return str(grammar_from("grammar", params.grammar or ""))
+    except ValueError as e:
+        raise GrammarError(f"structured_outputs: {_line(str(e))}") from e
+
+
+class GrammarCompiler:
+    """Makes matchers of grammars for one vocabulary. Threads may share it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from llguidance import LLParserLimits, LLTokenizer
+
+        words = _Tokens(vocabulary)
+        tokens: Any = words
+        self._tokenizer = words.made = LLTokenizer(tokens, eos_token=vocabulary.end_token_ids[0])
+        self._limits = LLParserLimits(verbose_errors=False)
+
+    def compile(self, source: str) -> LLMatcher:
+        """Return a matcher at the beginning of a text. Raises GrammarError for a grammar that is wrong, that no text
+        follows, or that takes too much.
+        """
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            mask = matcher.compute_bitmask()
+            if not any(mask) and not matcher.is_error():
+                raise GrammarError("structured_outputs: no text follows this grammar")
+        if matcher.is_error():
+            raise GrammarError(f"structured_outputs: {_reason(matcher.get_error())}")
+        return matcher
+
+
+def _without_anchors(regex: str) -> str:
+    """Return the expression without ^ at its beginning and $ at its end: it matches whole texts in any case."""
+    regex = regex.removeprefix("^")
+    if regex.endswith("$"):
+        num_backslashes = len(regex) - 1 - len(regex[:-1].rstrip("\\"))
+        regex = regex if num_backslashes % 2 else regex[:-1]
+    return regex
+
+
+def _reason(error: str) -> str:
+    first = error.split("<non-verbose/>")[0].strip()
+    words = {"NoExtensionBias": "no text follows this grammar", "NoExtension": "no text follows this grammar"}
+    return words.get(first, _line(first)) or "it cannot be compiled"
+
+
+def _line(text: str, most: int = 300) -> str:
+    return " ".join(text.split())[:most]

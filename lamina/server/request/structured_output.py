@@ -1,0 +1,70 @@
+"""Structured output of a request: its two fields as parameters, and the errors that name these fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lamina.grammar.front_end import GrammarFrontEnd
+from lamina.request import SamplingParams
+from lamina.request.structured_outputs import StructuredOutputsParams
+from lamina.server.errors import ApiError
+
+from .openai_protocol import Sampling
+
+FORMAT, OWN = "response_format", "structured_outputs"
+_FIELDS = frozenset(StructuredOutputsParams.__dataclass_fields__) - {"compiled"}
+_SCHEMA = frozenset({"name", "description", "schema", "strict"})
+
+
+def structure_of(body: Sampling) -> StructuredOutputsParams | None:
+    """Return the structure that a request asks for, not compiled yet; None for free text. Raises ApiError."""
+    given = _given_format(body.response_format)
+    if own := body.structured_outputs:
+        if given is not None:
+            raise _error(f"{FORMAT} and {OWN} both ask for a structure: leave one out", FORMAT)
+        if unknown := next((name for name in own if name not in _FIELDS), None):
+            raise _error(f"{OWN} has no field {unknown[:64]!r}: it has {', '.join(sorted(_FIELDS))}", OWN)
+        given = own
+    if given is None:
+        return None
+    try:
+        return StructuredOutputsParams(**given)
+    except (TypeError, ValueError) as e:
+        raise _named(body, str(e)) from e
+
+
+async def compile_structure(grammars: GrammarFrontEnd, body: Sampling, params: SamplingParams) -> None:
+    """Compile the structured outputs of ``params``, within a deadline. Raises ApiError that names what is not
+    supported.
+    """
+    try:
+        await grammars.fill_async(params)
+    except ValueError as e:
+        raise _named(body, str(e)) from e
+
+
+def _given_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    kind = (value or {"type": "text"}).get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise _error(f"{FORMAT}.type must be text, json_object or json_schema, not {str(kind)[:64]!r}", FORMAT)
+    asked = (value or {}).get("json_schema")
+    if not isinstance(asked, dict) or not isinstance(asked.get("schema"), dict):
+        raise _error(f"{FORMAT}.json_schema must be an object with a name and a schema", FORMAT)
+    if unknown := next((name for name in asked if name not in _SCHEMA), None):
+        raise _error(f"{FORMAT}.json_schema has no field {unknown[:64]!r}: leave it out", FORMAT)
+    return {"json": asked["schema"]}
+
+
+def _named(body: Sampling, text: str) -> ApiError:
+    """Return the error by the field that the client sent."""
+    if body.structured_outputs:
+        return _error(text, OWN)
+    return _error(text.replace(f"{OWN}.json", f"{FORMAT}.json_schema.schema").replace(OWN, FORMAT), FORMAT)
+
+
+def _error(text: str, param: str) -> ApiError:
+    return ApiError(400, text, param=param, code="invalid_value")
