@@ -38,7 +38,10 @@ class ServerConfig:
         "auto",
         "sampling parameters that requests leave out: auto = the model's generation_config.json, none, or a directory",
     )
-    api_key: str = option("", "keys, by comma, one of which every request but /health must bear; better LAMINA_API_KEY")
+    api_key: str = option(
+        "",
+        "keys, by comma, of which requests must bear one, except to /health, /ping and /; better LAMINA_API_KEY",
+    )
     admin_key: str = option(
         "", "the operator's key, which `lamina-launch scale`, `drain` and `cordon` need; better LAMINA_ADMIN_KEY"
     )
@@ -109,7 +112,7 @@ class ServerConfig:
     )
     journal: str = option("", "directory where accepted requests are kept, so that the next server finishes them")
     journal_size: str = option("64MiB", "its size, about; answers go with the oldest half")
-    dashboard: bool = option(True, "a page at / to chat and to watch both pools; with API keys browsers cannot load it")
+    dashboard: bool = option(True, "a page at / to chat and to watch both pools; it asks for the API key")
     metrics_compat: str = option("", "'vllm' shows metrics under the names of vLLM too")
     log_json: bool = option(False, "log lines as JSON")
     log_level: str = option("info", f"the least level of lines in the log: {', '.join(LOG_LEVELS)}")
