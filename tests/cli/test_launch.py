@@ -193,7 +193,7 @@ def test_a_dry_run_imports_torch_for_a_model_that_is_there_alone(command: list[s
             ["--partition", "spill", "--kv-cache-memory-bytes", "2MiB"],
             "tokens together, not of 2048: raise --kv-cache-memory-bytes, or lower",
         ),
-        (["--prefill-pipeline", "2"], "--prefill-pipeline needs --prefill-workers: it shares"),
+        (["--prefill-pipeline", "2"], "--prefill-pipeline needs --prefill-workers: it divides"),
     ],
 )
 def test_dry_run_refuses_what_a_start_would(
