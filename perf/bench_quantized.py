@@ -71,18 +71,20 @@ def bf16(backend: NativeLinear, weights: list[Tensor]) -> Player:
 
 def quantized(backend: NativeLinear, shapes: list[tuple[int, int]], bits: int, group: int) -> Player:
     """Any codes and scales of bf16; the first layer is compared with torch."""
-    layers, g = [], torch.Generator().manual_seed(0)
+    layers, nbytes, g = list[Linear](), 0, torch.Generator().manual_seed(0)
     for cols, k in shapes:
         codes = torch.randint(-128, 128, (cols, k), generator=g, dtype=torch.int8)
         scales = torch.rand(cols, k // group if group else 1, generator=g).bfloat16()
         w = QuantizedWeight(codes if bits == 8 else (codes & 15).to(torch.uint8), scales)
-        layers.append(backend.quantized(w))
+        packed = backend.pack_quantized(w)
+        layers.append(partial(backend.linear_quantized, data=packed.data, b=None, form=packed.form))
+        nbytes += packed.data.nbytes
         if len(layers) == 1:
             x = torch.randn(3, k, generator=g).bfloat16()
             due = x.float() @ w.dequantized(torch.float32).T
-            if float((layers[0].linear(x).float() - due).norm() / due.norm()) > 1e-2:
+            if float((layers[0](x).float() - due).norm() / due.norm()) > 1e-2:
                 raise SystemExit(f"{bits} bits by {group}: the result is wrong")
-    return Player([layer.linear for layer in layers], sum(layer.nbytes for layer in layers))
+    return Player(layers, nbytes)
 
 
 def timed(turn: Callable[[], Any], clock: Callable[[], float]) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lamina.ops.gemm import get
 from lamina.ops.gemm.quantized import GROUPS, INT4, UINT4, QuantizedWeight
+from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
 
 pytestmark = pytest.mark.no_retry
 
@@ -36,6 +37,17 @@ def open_entry(name: str, threads: int = 2) -> LinearBackend:
     from lamina.ops.gemm.native import NativeLinear
 
     return NativeLinear(threads, name.partition("/")[2]) if name.startswith("native") else get(name, threads)
+
+
+class Layer:
+    """A linear layer of a packed weight."""
+
+    def __init__(self, backend: LinearBackend, w: QuantizedWeight) -> None:
+        self._backend, self._packed = backend, backend.pack_quantized(w)
+        self.nbytes = self._packed.data.nbytes
+
+    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
+        return self._backend.linear_quantized(x, self._packed.data, b, self._packed.form)
 
 
 def weight(
@@ -100,7 +112,7 @@ def test_every_variant_gives_the_bits_of_the_definition(
 ) -> None:
     backend, x, b = open_entry(name), rows_of(21, 384, dtype), rows_of(1, 70, dtype, 2)[0]
     w = weight(70, 384, bits, group, offsets=offsets, values=UINT4 if offsets else INT4)
-    layer, due = backend.quantized(w), defined(x, w, b)
+    layer, due = Layer(backend, w), defined(x, w, b)
     for count in (1, 2, 3, 4, 5, 8, 9, 16, 21):
         assert torch.equal(layer.linear(x[:count], b), due[:count]), f"{count} rows"
 
@@ -144,7 +156,7 @@ def test_equals_fp64_within_the_bound(
     w = weight(cols, k, bits, group, offsets=offsets, scales=scales, values=values, seed=seed)
     x, b = rows_of(rows, k, dtype, seed), rows_of(1, cols, dtype, seed + 1)[0]
     exact = x.double() @ w.dequantized(torch.float64).T + b.double()
-    y = open_entry(name).quantized(w).linear(x, b)
+    y = Layer(open_entry(name), w).linear(x, b)
     assert y.dtype == dtype
     most = bound(name, x, w, b, exact)
     assert ((y.double() - exact).abs() <= most).all()
@@ -153,7 +165,7 @@ def test_equals_fp64_within_the_bound(
         at = int(x[0].abs().argmax())
         exact = x.double() @ wrong.dequantized(torch.float64).T
         wrong.codes[:, at] ^= 8
-        y = open_entry(name).quantized(wrong).linear(x)
+        y = Layer(open_entry(name), wrong).linear(x)
         assert ((y.double() - exact).abs() > bound(name, x, wrong, torch.zeros(cols), exact))[0].all()
 
 
@@ -162,9 +174,9 @@ def test_equals_fp64_within_the_bound(
 def test_a_row_depends_on_itself_alone_in_every_variant(dtype: torch.dtype, bits: int, group: int | None) -> None:
     w = weight(101, 1152, bits, group, offsets=True, scales=torch.float32)
     x = rows_of(300, 1152, dtype)
-    whole = open_entry(ENTRIES[-1], 1).quantized(w).linear(x)
+    whole = Layer(open_entry(ENTRIES[-1], 1), w).linear(x)
     for variant, threads in itertools.product(native.usable(), (1, 3)):
-        layer = open_entry(f"native/{variant}", threads).quantized(w)
+        layer = Layer(open_entry(f"native/{variant}", threads), w)
         for count in (1, 2, 3, 7, 17, 33, 64, 65, 128, 129, 300):
             part = layer.linear(x[-count:].clone())
             assert torch.equal(part, whole[-count:]), f"{variant}, {threads} threads, {count} rows"
@@ -176,7 +188,7 @@ def test_no_number_and_infinity_stay_in_their_rows(name: str, dtype: torch.dtype
     x = torch.ones(3, 32, dtype=dtype)
     x[0, 5], x[1, 7] = float("nan"), float("inf")
     w = QuantizedWeight(torch.ones(40, 32, dtype=torch.int8), torch.ones(40, 2))
-    y = open_entry(name).quantized(w).linear(x)
+    y = Layer(open_entry(name), w).linear(x)
     assert y[0].isnan().all()
     assert y[1].eq(float("inf")).all()
     assert y[2].eq(32).all()
@@ -185,10 +197,10 @@ def test_no_number_and_infinity_stay_in_their_rows(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("name", ENTRIES)
 def test_any_strides_and_no_rows(name: str) -> None:
     w, x, b = weight(40, 64, 4, 32, offsets=True), rows_of(6, 64, torch.bfloat16), rows_of(1, 40, torch.bfloat16)[0]
-    layer = open_entry(name).quantized(w)
+    layer = Layer(open_entry(name), w)
     due = layer.linear(x, b)
     strided = QuantizedWeight(*(torch.stack([t, t], dim=1)[:, 0] for t in (w.codes, w.scales, w.offsets)))
-    other = open_entry(name).quantized(strided)
+    other = Layer(open_entry(name), strided)
     for tensor in (strided.codes, strided.scales, strided.offsets):
         tensor.zero_()  # nothing of them is kept
     spaced = torch.stack([x, x * 3], dim=1)[:, 0]
@@ -207,13 +219,13 @@ def test_zero_points_are_offsets() -> None:
     shifted = QuantizedWeight(q.to(torch.uint8), scales, -scales * zero, UINT4)
     for name in ENTRIES:
         assert torch.equal(
-            open_entry(name).quantized(shifted).linear(x), open_entry(name).quantized(plain).linear(x)
+            Layer(open_entry(name), shifted).linear(x), Layer(open_entry(name), plain).linear(x)
         )  # exact
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_no_rows_or_no_columns_are_no_numbers(name: str) -> None:
-    layer, none = (open_entry(name).quantized(weight(cols, 96, 4, 32)) for cols in (5, 0))
+    layer, none = (Layer(open_entry(name), weight(cols, 96, 4, 32)) for cols in (5, 0))
     assert layer.linear(torch.ones(0, 96)).shape == (0, 5)
     assert none.linear(torch.ones(2, 3, 96)).shape == (2, 3, 0)
 
@@ -250,9 +262,18 @@ def test_refuses_tensors_that_do_not_fit(tensors: tuple[Any, ...], text: str) ->
     ],
 )
 def test_refuses_operands_that_do_not_fit(x: Tensor, b: Tensor | None, text: str) -> None:
-    layer = open_entry(ENTRIES[-1]).quantized(QuantizedWeight(CODES, SCALES))
+    layer = Layer(open_entry(ENTRIES[-1]), QuantizedWeight(CODES, SCALES))
     with pytest.raises(ValueError, match=text):
         layer.linear(x, b)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_operator_computes_what_its_backend_does(name: str) -> None:
+    w, x, b = weight(40, 64, 4, 32, offsets=True), rows_of(6, 64, torch.float32), rows_of(1, 40, torch.float32)[0]
+    data, form = open_entry(name).pack_quantized(w)
+    y = QUANTIZED_LINEAR_OP(x.view(2, 3, 64), data, b, form)
+    assert torch.allclose(y.view(6, 40), x @ w.dequantized(torch.float32).T + b, rtol=1e-4, atol=1e-4)
+    assert QUANTIZED_LINEAR_OP(x.to("meta"), data.to("meta"), None, form).shape == (6, 40)
 
 
 def test_a_form_that_no_kernel_has_is_refused() -> None:

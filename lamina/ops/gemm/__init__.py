@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lamina.converter import SlicedProgram
 
     from .packed_memory import PackedMemory
-    from .quantized import QuantizedLinear, QuantizedWeight
+    from .quantized import PackedWeight, QuantizedWeight
 
 # name -> module of this package with a function open_backend(threads); imported when first used
 BACKENDS: dict[str, str] = {"native": "native", "torch": "torch"}
@@ -58,10 +58,15 @@ class LinearBackend(Protocol):
         """Return x [..., K] times w [N, K] plus b [N], [..., N], all of one dtype."""
         ...
 
-    def quantized(self, w: QuantizedWeight) -> QuantizedLinear:
-        """Return the linear layer of w, which is copied. ``native`` multiplies by q, and scales sums of groups in fp32:
-        csrc/gemm/quantized.h has the definition. Its results have the same bits for all rows and CPUs, but for numbers
-        below 2^-126.
+    def pack_quantized(self, w: QuantizedWeight) -> PackedWeight:
+        """Return a copy of w in this entry's order, which ``linear_quantized`` of the same entry takes."""
+        ...
+
+    def linear_quantized(self, x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
+        """Return x [..., K] times the packed weight (data, form) [N, K] plus b [N], [..., N], of x's dtype, which is
+        also b's. ``native`` multiplies by q, and scales sums of groups in fp32: csrc/gemm/quantized.h has the
+        definition. Its results have the same bits for all rows and CPUs, but for numbers below 2^-126. Raises
+        ValueError for operands that do not fit.
         """
         ...
 
@@ -99,4 +104,7 @@ def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
 
     from lamina.converter import redirect
 
-    return redirect(program, "gemm", backend, {torch.ops.aten.linear.default: "linear"})
+    from .quantized_op import QUANTIZED_LINEAR_OP
+
+    methods = {torch.ops.aten.linear.default: "linear", QUANTIZED_LINEAR_OP: "linear_quantized"}
+    return redirect(program, "gemm", backend, methods)

@@ -9,6 +9,9 @@ computes of a row depends on that row alone, bit for bit, packed or not.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,7 +19,7 @@ from torch.nn import functional as F
 from . import row_blocks
 from ._gemm import Engine, usable
 from .packed_memory import PackedMemory, PrivateMemory
-from .quantized import QuantizedWeight
+from .quantized import PackedForm, PackedWeight, QuantizedWeight
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_LIMIT = (1 << 63) - 1
@@ -56,9 +59,33 @@ class NativeLinear:
             self.engine.pack(w.data_ptr(), to.data_ptr(), kind, cols, k_size, w.stride(0))
         return to
 
-    def quantized(self, w: QuantizedWeight) -> NativeQuantized:
-        """Return the linear layer of w, packed in ``packed_memory``."""
-        return NativeQuantized(self.engine, self.packed_memory, w)
+    def pack_quantized(self, w: QuantizedWeight) -> PackedWeight:
+        """Return a copy of w in panels of columns, in ``packed_memory``."""
+        form = PackedForm.of("native", w)
+        numbers = native_form(form.encode()).numbers
+        size = self.engine.quantized_bytes(form.cols, form.k_size, *numbers)
+        data, is_there = self.packed_memory.allocate(w.codes, size)
+        if not is_there:
+            codes, scales = w.codes.contiguous(), w.scales.contiguous()
+            offsets = torch.empty(0) if w.offsets is None else w.offsets.contiguous()
+            sources = codes.data_ptr(), scales.data_ptr(), offsets.data_ptr()
+            self.engine.pack_quantized(*sources, data.data_ptr(), form.cols, form.k_size, *numbers)
+        return PackedWeight(data, form.encode())
+
+    def linear_quantized(self, x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
+        """Return x [..., K] times the packed weight plus b [N], [..., N]. Raises ValueError for operands that do not
+        fit.
+        """
+        known = native_form(form)
+        known.form.check(x, b)
+        x, b = x.contiguous(), None if b is None else b.contiguous()
+        cols, k_size = known.form.cols, known.form.k_size
+        y = torch.empty(*x.shape[:-1], cols, dtype=x.dtype)
+        if y.numel():
+            addresses = x.data_ptr(), data.data_ptr(), 0 if b is None else b.data_ptr(), y.data_ptr()
+            rows = y.numel() // cols
+            self.engine.linear_quantized(*addresses, TYPES[x.dtype], rows, cols, k_size, *known.numbers)
+        return y
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """Return x [..., K] times w [N, K] plus b [N], [..., N], all of one dtype; without native code, torch computes
@@ -80,44 +107,21 @@ class NativeLinear:
         return y
 
 
-class NativeQuantized:
-    """The QuantizedLinear of ``csrc/gemm``, in panels of columns."""
+class NativeForm(NamedTuple):
+    """A form, and the numbers by which the engine knows it; the last one is the address of ``values``."""
 
-    def __init__(self, engine: Engine, memory: PackedMemory, w: QuantizedWeight) -> None:
-        """Packs w into memory of ``memory``."""
-        self._run = engine.linear_quantized
-        self._cols, self._k_size = w.codes.shape
-        self._values = torch.tensor(w.values)  # the engine reads its address
-        kind, has_offsets = TYPES[w.scales.dtype], w.offsets is not None
-        block = CHANNEL_BLOCK if w.by_channel else w.group
-        self._form = w.bits, block, w.by_channel, kind, has_offsets, self._values.data_ptr()
-        size = engine.quantized_bytes(self._cols, self._k_size, *self._form)
-        self._packed, is_there = memory.allocate(w.codes, size)
-        if not is_there:
-            codes, scales = w.codes.contiguous(), w.scales.contiguous()
-            offsets = torch.empty(0) if w.offsets is None else w.offsets.contiguous()
-            sources = codes.data_ptr(), scales.data_ptr(), offsets.data_ptr()
-            engine.pack_quantized(*sources, self._packed.data_ptr(), self._cols, self._k_size, *self._form)
+    form: PackedForm
+    values: Tensor
+    numbers: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all panels."""
-        return self._packed.nbytes
 
-    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
-        """Return x [..., K] times w [N, K] plus b [N], [..., N]. Raises ValueError for operands that do not fit."""
-        if x.dtype not in TYPES or not x.is_cpu or x.shape[-1:] != (self._k_size,):
-            raise ValueError(f"x must be [..., {self._k_size}] of fp32, bf16 or fp16, not {x.dtype} {tuple(x.shape)}")
-        if b is not None and (b.dtype != x.dtype or b.shape != (self._cols,)):
-            raise ValueError(f"b must be [{self._cols}] of {x.dtype}, not {b.dtype} {tuple(b.shape)}")
-        x, b = x.contiguous(), None if b is None else b.contiguous()
-        y = torch.empty(*x.shape[:-1], self._cols, dtype=x.dtype)
-        if not y.numel():
-            return y
-        rows = y.numel() // self._cols
-        addresses = x.data_ptr(), self._packed.data_ptr(), 0 if b is None else b.data_ptr(), y.data_ptr()
-        self._run(*addresses, TYPES[x.dtype], rows, self._cols, self._k_size, *self._form)
-        return y
+@lru_cache(maxsize=4096)
+def native_form(text: str) -> NativeForm:
+    """Return the form that PackedForm.encode has written, as the engine takes it."""
+    form = PackedForm.decode(text)
+    values = torch.tensor(form.values)
+    scaled = form.group or CHANNEL_BLOCK, int(not form.group), TYPES[form.scales], int(form.has_offsets)
+    return NativeForm(form, values, (form.bits, *scaled, values.data_ptr()))
 
 
 def open_backend(threads: int) -> NativeLinear:

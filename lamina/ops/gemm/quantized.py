@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,14 +73,52 @@ class QuantizedWeight:
         return w if self.offsets is None else w + spread(self.offsets)
 
 
-class QuantizedLinear(Protocol):
-    """A linear layer that holds its quantized weight in a backend's own order."""
+class PackedForm(NamedTuple):
+    """The facts about a packed weight [``cols``, ``k_size``] that its bytes do not say. ``order``: the backend that has
+    packed it. ``group``: the numbers of k with one scale, 0 by channel. ``scales``: dtype of scales and offsets.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the weight takes."""
-        ...
+    order: str
+    cols: int
+    k_size: int
+    bits: int
+    group: int
+    scales: torch.dtype
+    has_offsets: bool
+    values: tuple[float, ...]
 
-    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
-        """Return x [..., K] times w [N, K] plus b [N], [..., N], of x's dtype. b has this dtype too."""
-        ...
+    @classmethod
+    def of(cls, order: str, w: QuantizedWeight) -> PackedForm:
+        """Return the form of w, packed by the backend ``order``."""
+        group = 0 if w.by_channel else w.group
+        cols, k_size = w.codes.shape
+        return cls(order, cols, k_size, w.bits, group, w.scales.dtype, w.offsets is not None, w.values)
+
+    def encode(self) -> str:
+        """Return the form as text, which operators of torch can take."""
+        scales = str(self.scales).removeprefix("torch.")
+        numbers = self.cols, self.k_size, self.bits, self.group
+        return " ".join(map(str, (self.order, *numbers, scales, int(self.has_offsets), *self.values)))
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def decode(text: str) -> PackedForm:
+        """Return the form that ``encode`` has written."""
+        order, cols, k_size, bits, group, scales, has_offsets, *values = text.split()
+        numbers = int(cols), int(k_size), int(bits), int(group)
+        given = tuple(map(float, values))
+        return PackedForm(order, *numbers, getattr(torch, scales), has_offsets == "1", given)
+
+    def check(self, x: Tensor, b: Tensor | None) -> None:
+        """Raise ValueError unless x [..., K] and b [N] fit a packed weight of this form."""
+        if x.dtype not in SCALES or not x.is_cpu or x.shape[-1:] != (self.k_size,):
+            raise ValueError(f"x must be [..., {self.k_size}] of fp32, bf16 or fp16, not {x.dtype} {tuple(x.shape)}")
+        if b is not None and (b.dtype != x.dtype or b.shape != (self.cols,)):
+            raise ValueError(f"b must be [{self.cols}] of {x.dtype}, not {b.dtype} {tuple(b.shape)}")
+
+
+class PackedWeight(NamedTuple):
+    """A quantized weight in a backend's own order. ``data``: bytes. ``form``: a PackedForm as text."""
+
+    data: Tensor
+    form: str

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from . import row_blocks
 from .packed_memory import PackedMemory, PrivateMemory
-from .quantized import QuantizedWeight
+from .quantized import PackedForm, PackedWeight, QuantizedWeight
 
 
 class TorchLinear:
@@ -31,31 +31,36 @@ class TorchLinear:
         """Raise ValueError: torch packs no weights."""
         raise ValueError("torch packs no weights")
 
-    def quantized(self, w: QuantizedWeight) -> TorchQuantized:
-        """Return the linear layer of w, whose fp32 values last for a call."""
-        return TorchQuantized(w)
+    def pack_quantized(self, w: QuantizedWeight) -> PackedWeight:
+        """Return codes, scales and offsets of w, one after the other."""
+        parts = [w.codes, w.scales, *([] if w.offsets is None else [w.offsets])]
+        data = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+        return PackedWeight(data, PackedForm.of("torch", w).encode())
+
+    def linear_quantized(self, x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
+        """Return x [..., K] times the packed weight plus b [N], [..., N]. Its values last for a call; fp32 computes."""
+        known = PackedForm.decode(form)
+        known.check(x, b)
+        w = _unpacked(data, known).dequantized(torch.float32)
+        return F.linear(x.float(), w, None if b is None else b.float()).to(x.dtype)
 
     def max_engine_rows(self, dtype: torch.dtype) -> int:
         """Return 0: there is no engine."""
         return 0
 
 
-class TorchQuantized:
-    """A QuantizedLinear that dequantizes its weight for each call."""
+def _unpacked(data: Tensor, form: PackedForm) -> QuantizedWeight:
+    """Return the weight whose parts ``pack_quantized`` has joined."""
+    groups = form.k_size // form.group if form.group else 1
+    size = form.cols * groups * form.scales.itemsize
+    parts = [form.cols * form.k_size, size, size if form.has_offsets else 0]
+    codes, scales, offsets = torch.split(data, parts)
 
-    def __init__(self, w: QuantizedWeight) -> None:
-        offsets = None if w.offsets is None else w.offsets.clone()
-        self._w = QuantizedWeight(w.codes.clone(), w.scales.clone(), offsets, w.values)
+    def scaled(part: Tensor) -> Tensor:
+        return part.clone().view(form.scales).view(form.cols, groups)  # a clone is aligned
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of codes, scales and offsets."""
-        w = self._w
-        return w.codes.nbytes + w.scales.nbytes + (0 if w.offsets is None else w.offsets.nbytes)
-
-    def linear(self, x: Tensor, b: Tensor | None = None) -> Tensor:
-        """Return x [..., K] times w [N, K] plus b [N], [..., N], computed in fp32."""
-        return F.linear(x.float(), self._w.dequantized(torch.float32), None if b is None else b.float()).to(x.dtype)
+    codes = codes.view(torch.int8 if form.bits == 8 else torch.uint8).view(form.cols, form.k_size)
+    return QuantizedWeight(codes, scaled(scales), scaled(offsets) if form.has_offsets else None, form.values)
 
 
 def open_backend(threads: int) -> TorchLinear:

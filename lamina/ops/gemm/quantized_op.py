@@ -1,0 +1,39 @@
+"""The operator of linear layers whose weights are quantized: ``torch.ops.lamina.quantized_linear``.
+
+It is captured with the model and stays in its slices, where ``lamina.ops.gemm.bind`` gives it the worker's backend.
+Until then the backend that has packed the weight computes it on threads of its own, so that a slice can be tried.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .quantized import PackedForm
+
+if TYPE_CHECKING:
+    from . import LinearBackend
+
+
+@torch.library.custom_op("lamina::quantized_linear", mutates_args=())
+def quantized_linear(x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
+    """Return x [..., K] times the packed weight (data, form) [N, K] plus b [N]: [..., N], in x's dtype."""
+    return _backend(PackedForm.decode(form).order, torch.get_num_threads()).linear_quantized(x, data, b, form)
+
+
+@quantized_linear.register_fake
+def _(x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], PackedForm.decode(form).cols)
+
+
+@cache
+def _backend(name: str, threads: int) -> LinearBackend:
+    backend: LinearBackend = import_module(f".{name}", __package__).open_backend(threads)
+    return backend
+
+
+QUANTIZED_LINEAR_OP = torch.ops.lamina.quantized_linear.default
