@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import gguf_file, quantization
 from .errors import ModelError, UnsupportedModelError
 from .model_files import READ, check_files, entries, one_line, read_json
 
@@ -19,6 +19,8 @@ _HUB_TIMEOUT_S = 20.0
 _COUNT = re.compile(r".*(layers?|experts|blocks|depth)")  # of modules that are made one by one
 _MAX_COUNT = 10_000
 _ADAPTER = "adapter_config.json"
+_EXPORT = "hf_quant_config.json"  # of modelopt, which is not read yet
+QUANTIZED = "quantized"
 
 
 class FileStamp(NamedTuple):
@@ -32,18 +34,25 @@ class FileStamp(NamedTuple):
 
 
 class StoredWeight(NamedTuple):
-    """A tensor by the header of a safetensors file. ``dtype``: by the format's name, such as BF16."""
+    """A tensor by the header of a safetensors file, or a weight for which several tensors stand (``quantized``).
+    ``dtype``: by the format's name, such as BF16; QUANTIZED for several tensors.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    quantized: quantization.QuantizedTensor | None = None
 
 
 def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> Path:
     """Return the directory of a model: ``source`` itself, or the place in the hub's cache, after a download if needed.
-    Raises ModelError, also for files that may not be read: see ``check_files``.
+    A GGUF file stands for such a directory in all functions here. Raises ModelError, also for files that may not be
+    read: see ``check_files``.
     """
     directory = _find(source, trust_remote_code, weights)
+    if gguf_file.is_gguf(directory):
+        gguf_file.check_file(directory)
+        return directory
     check_files(directory, trust_remote_code=trust_remote_code)
     return directory
 
@@ -56,8 +65,9 @@ def _find(source: str | os.PathLike[str], trust_remote_code: bool, weights: bool
     if path.is_dir():
         return path
     if path.exists():
-        is_gguf = path.suffix == ".gguf"
-        raise ModelError(_gguf(path) if is_gguf else f"{name} is a file: give the directory that holds its config.json")
+        if gguf_file.is_gguf(path):
+            return path
+        raise ModelError(f"{name} is a file: give the directory that holds its config.json")
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"no such model directory: {name}")
     patterns = [p for p in READ if weights or p != "*.safetensors"] + (["*.py"] if trust_remote_code else [])
@@ -75,12 +85,17 @@ def peek_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
 
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the configuration in a model directory, of a causal LM that transformers supports. Raises ModelError."""
+    if gguf_file.is_gguf(directory):
+        from . import gguf_weights
+
+        return gguf_weights.read_config(directory)
     raw = _raw_config(directory)
     from transformers import AutoConfig
 
     _check_architecture(directory, raw)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        vars(config).pop("quantization_config", None)  # Lamina reads the weights itself
         if not trust_remote_code:  # Lamina chooses: another choice may load a kernel
             config._attn_implementation = config._experts_implementation = None
             vars(config).pop("auto_map", None)  # transformers' own class is used
@@ -90,12 +105,12 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _raw_config(directory: Path) -> dict[str, Any]:
+    if gguf_file.is_gguf(directory):
+        return {}  # reading it takes imports
     if not (directory / "config.json").exists():
         raise ModelError(_other_kind(directory) or f"{directory} is no model directory: it has no config.json")
     raw = read_json(directory / "config.json", "")
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(f"{directory} is quantised ({method}): use a bfloat16 or float32 checkpoint")
+    stored_format(directory, raw)
     for path, value in entries(raw):
         if _COUNT.fullmatch(path[-1]) and type(value) is int and value > _MAX_COUNT:
             raise ModelError(f"{directory}/config.json has {'.'.join(path)} {value}: at most {_MAX_COUNT} are made")
@@ -108,6 +123,9 @@ def check_weights(directory: Path) -> None:
     """Raise ModelError unless the directory has complete safetensors files."""
     from safetensors import SafetensorError, safe_open
 
+    if gguf_file.is_gguf(directory):
+        stored_weights(directory)
+        return
     if (directory / _ADAPTER).exists():  # transformers would load what it names, too
         raise ModelError(_other_kind(directory))
     files = weight_files(directory)
@@ -134,7 +152,7 @@ def _other_kind(directory: Path) -> str:
             f"PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(...)"
         )
     if gguf := sorted(directory.glob("*.gguf")):
-        return _gguf(gguf[0])
+        return f"{directory} has no config.json: give its GGUF file, as {gguf[0]}"
     if pickled := sorted(p.name for ext in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(ext)):
         return (
             f"{directory} has pickled weights ({pickled[0]}), which can run code and are refused: where you trust "
@@ -143,21 +161,58 @@ def _other_kind(directory: Path) -> str:
     return ""
 
 
-def _gguf(file: Path) -> str:
-    return (
-        f"{file} is GGUF, which is not read: convert it once with transformers, by AutoModelForCausalLM."
-        f"from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}) and save_pretrained, as docs/use.md shows"
-    )
+def is_quantized(directory: Path) -> bool:
+    """Return whether weights are stored in a format that Lamina reads itself. Raises ModelError."""
+    return gguf_file.is_gguf(directory) or stored_format(directory) is not None
 
 
-def stored_weights(directory: Path) -> Iterator[StoredWeight]:
-    """Yield all tensors of files that ``check_weights`` accepted; reads only their headers."""
+def stored_format(directory: Path, raw: dict[str, Any] | None = None) -> quantization.StoredFormat | None:
+    """Return the format of quantised weights, by ``raw``, the content of config.json; None if weights are plain. Raises
+    ModelError.
+    """
+    if gguf_file.is_gguf(directory):
+        return None
+    if raw is None:
+        raw = read_json(directory / "config.json", "")
+    settings = raw.get("quantization_config")
+    if not settings and (directory / _EXPORT).exists():
+        settings = {"quant_method": "modelopt"}
+    return quantization.open_format(str(directory), settings) if settings else None
+
+
+def stored_weights(directory: Path) -> list[StoredWeight]:
+    """Return all weights of files that ``check_weights`` accepted, from their headers. Tensors of quantised weights are
+    replaced by the weights for which they stand. Raises ModelError if these do not fit together.
+    """
+    if gguf_file.is_gguf(directory):
+        from . import gguf_weights  # not above: processes that only tokenize start without torch
+
+        return [StoredWeight(each.name, QUANTIZED, each.shape, each) for each in gguf_weights.stored_weights(directory)]
+    tensors = stored_tensors(directory)
+    if not (directory / "config.json").exists() or (layout := stored_format(directory)) is None:
+        return list(tensors.values())
+    found = [StoredWeight(each.name, QUANTIZED, each.shape, each) for each in layout.find(tensors)]
+    if not found:
+        raise ModelError(f"{directory}/config.json says that weights are quantised, and none is: fetch the model again")
+    taken = {part for weight in found if weight.quantized for part in weight.quantized.parts}
+    plain = [w for w in tensors.values() if w.name not in taken and not _is_cache_scale(w.name)]
+    return [*plain, *found]
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredWeight]:
+    """Return all tensors of files that ``check_weights`` accepted, by name; reads only their headers."""
+    tensors: dict[str, StoredWeight] = {}
     for path in weight_files(directory):
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for name, entry in header.items():
             if name != "__metadata__":
-                yield StoredWeight(name, entry["dtype"], tuple(entry["shape"]))
+                tensors[name] = StoredWeight(name, entry["dtype"], tuple(entry["shape"]))
+    return tensors
+
+
+def _is_cache_scale(name: str) -> bool:
+    return name.rpartition(".")[2] in quantization.CACHE_SCALES
 
 
 def check_room(directory: Path, copies: int, free: int) -> None:
@@ -189,9 +244,11 @@ def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint that transformers reads, even if they are missing. Others in the
-    directory do not count. Raises ModelError.
+    """Return the safetensors files of a checkpoint that transformers reads, even if they are missing, or its GGUF file.
+    Others in the directory do not count. Raises ModelError.
     """
+    if gguf_file.is_gguf(directory):
+        return [directory]
     whole = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if whole.exists():

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from lamina.ops.gemm import LinearBackend
 
 from .attention_routing import WHOLE_MODEL, WeightShard
 from .checkpoint import (
@@ -21,13 +23,15 @@ from .checkpoint import (
     check_weights,
     file_stamps,
     find_checkpoint,
+    is_quantized,
     read_config,
     stored_weights,
 )
 from .errors import ModelError
 from .model_files import one_line
-from .read_shard import read_shard
-from .tensor_parallel_shard import plan_shard
+from .pack_weights import fill, replace_layers
+from .read_shard import StoredTensors, read_shard
+from .tensor_parallel_shard import ShardPlan, plan_shard
 from .weight_names import FLOATS, WeightNames, check_all_used, name_first, stored_matrices, text_weights
 from .weight_pages import prefault_weights
 
@@ -67,6 +71,7 @@ def load(
     progress: OnProgress | None = None,
     rank: int = 0,
     size: int = 1,
+    backend: LinearBackend | None = None,
 ) -> LoadedModel:
     """Load a model directory or a hub id; a module is used as it is.
 
@@ -74,6 +79,9 @@ def load(
     checkpoint's) is that of the file, nothing is copied, and processes of one host share the pages. Each of ``size``
     ranks reads its own part alone. Weights in the files that the model does not use are refused, unless
     ``allow_unused_weights``. The model is in evaluation mode and records no gradients. Raises ModelError.
+
+    ``backend``: linear layers of a quantised checkpoint stay packed, as this backend takes them. Other quantised
+    weights, and all of them without a backend, become numbers of ``dtype``.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
@@ -91,8 +99,9 @@ def load(
     kind = weights_dtype(directory, config, dtype)
     stamps = file_stamps(directory)
     with LOAD_LOCK:
-        if size > 1:
-            model, part = _read_part(directory, config, kind, trust_remote_code, progress, rank, size)
+        if size > 1 or is_quantized(directory):
+            reader = PartReader(directory, config, kind, trust_remote_code, rank, size, backend)
+            model, part = _read_part(reader, progress)
         else:
             model, part = _from_pretrained(directory, config, kind, trust_remote_code, progress), WHOLE_MODEL
     check_all_used(model, directory, allow_unused=allow_unused_weights)
@@ -295,32 +304,52 @@ def _from_pretrained(
     return loaded
 
 
-def _read_part(
-    directory: Path,
-    config: Any,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    progress: OnProgress | None,
-    rank: int,
-    size: int,
-) -> tuple[nn.Module, WeightShard]:
-    from safetensors import SafetensorError
-    from transformers import GenerationConfig
+class PartReader(NamedTuple):
+    """What ``_read_part`` reads, and how."""
 
-    model = from_config(config, dtype=str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
-    shard = plan_shard(model, rank, size, max_model_len(config))
-    shard.shrink_to_shard(model)
+    directory: Path
+    config: Any
+    dtype: torch.dtype
+    trust_remote_code: bool
+    rank: int
+    size: int
+    backend: LinearBackend | None
+
+
+def _read_part(given: PartReader, progress: OnProgress | None) -> tuple[nn.Module, WeightShard]:
+    from safetensors import SafetensorError
+
+    directory, dtype = given.directory, given.dtype
+    model = from_config(
+        given.config, dtype=str(dtype).removeprefix("torch."), trust_remote_code=given.trust_remote_code
+    )
+    shard = ShardPlan(WHOLE_MODEL, {}, {})
+    if given.size > 1:
+        shard = plan_shard(model, given.rank, given.size, max_model_len(given.config))
+        shard.shrink_to_shard(model)
     try:
-        with _quiet(progress):
-            read_shard(model, directory, shard, dtype)
-            # As from_pretrained, which takes it from config.json if it has no file of its own.
-            own = (directory / "generation_config.json").exists()
-            source = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
-            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True, **source)
+        with _quiet(progress), contextlib.ExitStack() as files:
+            tensors = StoredTensors(directory, files)
+            layers = replace_layers(model, directory, shard, given.backend) if given.backend is not None else []
+            read_shard(model, directory, shard, dtype, tensors, {each.weight.name for each in layers})
+            if given.backend is not None:
+                fill(layers, shard, tensors.read, given.backend)
+            model.generation_config = _generation_config(directory, model)
     except (SafetensorError, RuntimeError, OSError, KeyError, ImportError) as error:
         raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
     shard.attach_collectives(model)
     return model, shard.weight_shard
+
+
+def _generation_config(directory: Path, model: Any) -> Any:
+    """Return the generation_config, as from_pretrained: from config.json if it has no file of its own."""
+    from transformers import GenerationConfig
+
+    if not directory.is_dir():
+        return GenerationConfig.from_model_config(model.config)
+    own = (directory / "generation_config.json").exists()
+    source = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+    return GenerationConfig.from_pretrained(directory, local_files_only=True, **source)
 
 
 def _read_ahead(model: nn.Module, directory: Path, progress: OnProgress | None) -> None:

@@ -20,6 +20,7 @@ from lamina.ops.attention.spec import AttentionSpec
 
 from .checkpoint import find_checkpoint, read_config
 from .convert import convert_model
+from .gguf_file import is_gguf
 from .load import from_config, max_model_len
 from .tensor_parallel_shard import ShardPlan, plan_shard
 from .unsupported_models import num_layers
@@ -65,7 +66,7 @@ def plan_cuts(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fals
 def configuration(model: str, *, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a directory, a hub id or a configuration file."""
     path = Path(model).expanduser()
-    if not path.is_file():
+    if not path.is_file() or is_gguf(path):
         directory = find_checkpoint(model, trust_remote_code=trust_remote_code, weights=False)
         return read_config(directory, trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory() as directory_of_one:

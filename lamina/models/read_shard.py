@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from . import gguf_weights
 from .attention_routing import WHOLE_MODEL, WeightShard
-from .checkpoint import stored_weights, weight_files
+from .checkpoint import QUANTIZED, stored_weights, weight_files
 from .errors import ModelError, UnsupportedModelError
+from .gguf_file import is_gguf
+from .quantization import QuantizedTensor, Read
 from .tensor_parallel_shard import ShardedDim, ShardPlan
 from .weight_names import FLOATS, WeightNames, name_first, text_weights
 from .weight_pages import unmap_pages
@@ -56,35 +60,81 @@ class LazySlice:
         return part
 
 
-def read_shard(model: nn.Module, directory: Path, shard: ShardPlan, dtype: torch.dtype) -> None:
-    """Fill a model on the meta device that ``shard`` has shrunk. Raises ModelError, SafetensorError, OSError."""
-    from safetensors import safe_open
+class DequantizedWeight:
+    """A quantised weight in its files, whose values in fp32 are computed by ``[...]``, as of a safetensors slice."""
+
+    def __init__(self, weight: QuantizedTensor, read: Read) -> None:
+        self._weight, self._read = weight, read
+
+    def get_shape(self) -> list[int]:
+        return list(self._weight.shape)
+
+    def get_dtype(self) -> str:
+        return QUANTIZED
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._weight.values(self._read)[index]
+
+
+class StoredTensors:
+    """The tensors of a checkpoint's open files. ``mapped``, ``passing``: slices by name, in two mappings of each file.
+    Tensors of the first stay mapped. The second is for those that are copied: its pages are unmapped at the end.
+    """
+
+    def __init__(self, directory: Path, files: contextlib.ExitStack) -> None:
+        """Opens the files until ``files`` ends. Raises SafetensorError, OSError."""
+        from safetensors import safe_open
+
+        self.mapped: dict[str, Any] = {}
+        self.passing: dict[str, Any] = {}
+        self.read: Read = self._whole
+        if is_gguf(directory):
+            self.read = gguf_weights.tensor_reader(directory)
+            return
+        for file in weight_files(directory):
+            for slices in (self.mapped, self.passing):
+                opened = files.enter_context(safe_open(file, framework="pt"))
+                slices.update((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 - it is no mapping
+
+    def _whole(self, name: str) -> Tensor:
+        tensor: Tensor = self.passing[name][...] if self.passing[name].get_shape() else self.passing[name][()]
+        return tensor
+
+
+def read_shard(
+    model: nn.Module, directory: Path, shard: ShardPlan, dtype: torch.dtype, tensors: StoredTensors,
+    without: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Fill a model on the meta device that ``shard`` has shrunk. ``without``: names of stored weights that are not
+    read. Raises ModelError, SafetensorError, OSError.
+    """
     from transformers.modeling_utils import LoadStateDictConfig
 
-    weights: dict[str, Any] = {}
     # This repeats from_pretrained, which accepts no weights of other shapes than the configuration's.
     loading: Any = model
-    with contextlib.ExitStack() as files:
-        for file in weight_files(directory):
-            # Mapped tensors stay mapped. Copied ones use a second mapping, whose pages are unmapped at the end.
-            mapped, passing = (files.enter_context(safe_open(file, framework="pt")) for _ in range(2))
-            for name in mapped.keys():  # noqa: SIM118 - it is no mapping
-                weights[name] = mapped.get_slice(name), passing.get_slice(name)
-        cut = _ShardReader(model, shard)
-        config = LoadStateDictConfig(
-            dtype=dtype,
-            dtype_plan=loading._get_dtype_plan(dtype),
-            weight_mapping=cut.names.mapping,
-            use_safetensors=True,
-        )
-        sliced = {name: cut(name, *stored) for name, stored in weights.items()}
-        info, _ = loading._load_pretrained_model(model, sliced, None, config)
-        if wrong := sorted(info.mismatched_keys):
-            name, got, expected = wrong[0]
-            raise ModelError(f"{directory}: {name} is {list(got)} instead of {list(expected)} on each rank")
-        info = loading._finalize_model_loading(model, config, info)
+    cut = _ShardReader(model, shard)
+    config = LoadStateDictConfig(
+        dtype=dtype,
+        dtype_plan=loading._get_dtype_plan(dtype),
+        weight_mapping=cut.names.mapping,
+        use_safetensors=True,
+    )
+    weights = (w for w in stored_weights(directory) if w.name not in without)
+    sliced = {w.name: cut(w.name, *_sources(w.name, w.quantized, tensors)) for w in weights}
+    info, _ = loading._load_pretrained_model(model, sliced, None, config)
+    if wrong := sorted(info.mismatched_keys):
+        name, got, expected = wrong[0]
+        raise ModelError(f"{directory}: {name} is {list(got)} instead of {list(expected)} on each rank")
+    info = loading._finalize_model_loading(model, config, info)
     if missing := sorted(info.missing_keys):
         raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {name_first(missing)}")
+
+
+def _sources(name: str, quantized: QuantizedTensor | None, tensors: StoredTensors) -> tuple[Any, Any]:
+    if quantized is None:
+        return tensors.mapped[name], tensors.passing[name]
+    values = DequantizedWeight(quantized, tensors.read)
+    return values, values
 
 
 class _ShardReader:

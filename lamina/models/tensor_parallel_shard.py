@@ -21,6 +21,7 @@ from lamina.ops.collective.op import ALL_GATHER_OP, ALL_REDUCE_OP
 
 from .attention_routing import DecodeStep, WeightShard, routed_attention
 from .errors import UnsupportedModelError
+from .quantized_linear import QuantizedLinear
 
 MAX_REPLICATED_SHARE = 1.1  # largest share of the weights on a rank, relative to an equal share
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # plans have an asterisk here
@@ -177,11 +178,13 @@ def _reduced(module: Any, part: WeightShard) -> Forward:
 
 
 def _reduced_linear(module: Any, part: WeightShard) -> Forward:
+    packed = isinstance(module, QuantizedLinear)
+
     def forward(x: Tensor) -> Tensor:
-        width = module.weight.shape[-1]
+        width = module.in_features if packed else module.weight.shape[-1]
         if x.shape[-1] != width:
             x = x[..., part.rank * width : (part.rank + 1) * width]
-        y: Tensor = ALL_REDUCE_OP(F.linear(x, module.weight))
+        y: Tensor = ALL_REDUCE_OP(module.product(x) if packed else F.linear(x, module.weight))
         return y if module.bias is None else y + module.bias
 
     return forward

@@ -14,6 +14,7 @@ from typing import Any
 
 from lamina.utils.background_thread import LowPriorityCall
 
+from . import gguf_file
 from .checkpoint import find_checkpoint
 from .errors import ModelError
 from .model_files import one_line, read_json
@@ -55,6 +56,8 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
             return None
         raise ModelError(f"tokenizer must be a path, a hub id or a Hugging Face tokenizer, not {type(source).__name__}")
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code, weights=False)
+    if gguf_file.is_gguf(directory):
+        return gguf_file.load_tokenizer(directory)
     if not any((directory / n).exists() for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     try:

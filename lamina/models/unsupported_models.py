@@ -34,7 +34,10 @@ def check_config(model: nn.Module) -> None:
         raise UnsupportedModelError(f"{name} has no language-model head: load it as AutoModelForCausalLM")
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise UnsupportedModelError(f"{name} is quantised ({method}): load or convert it to bfloat16 or float32")
+        raise UnsupportedModelError(
+            f"{name} is a quantised module ({method}): give the directory of its checkpoint, or a module whose weights "
+            f"transformers has dequantised"
+        )
 
 
 def num_layers(model: nn.Module) -> int:

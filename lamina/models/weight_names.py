@@ -17,6 +17,7 @@ from torch import nn
 
 from .checkpoint import StoredWeight, stored_weights
 from .errors import ModelError
+from .quantized_linear import packed_weights
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _OLD_BUFFER = re.compile(r"\b((attn|attention)\.(bias|masked_bias|causal_mask)|inv_freq)$")
@@ -31,7 +32,9 @@ class WeightTarget(NamedTuple):
 
 
 class WeightNames:
-    """The map from stored names to those of a model, as transformers' own loading has it. ``tensors``: by name."""
+    """The map from stored names to those of a model, as transformers' own loading has it. ``tensors``: by name; those
+    of packed weights are on the meta device.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -42,7 +45,7 @@ class WeightNames:
         self._converters = [m for m in self.mapping if isinstance(m, WeightConverter)]
         self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
         self._prefix: Any = model.base_model_prefix
-        self.tensors: dict[str, torch.Tensor] = model.state_dict()
+        self.tensors: dict[str, torch.Tensor] = model.state_dict() | packed_weights(model)
 
     def find(self, name: str) -> WeightTarget:
         """Return what the stored weight ``name`` becomes, whether or not the model has a weight of that name."""
@@ -104,7 +107,7 @@ def name_first(names: list[str]) -> str:
 
 
 def _can_hold(dtype: torch.dtype, weight: StoredWeight) -> bool:
-    return dtype.is_floating_point == (weight.dtype in FLOATS)
+    return weight.quantized is not None or dtype.is_floating_point == (weight.dtype in FLOATS)
 
 
 def _is_old_buffer(weight: StoredWeight) -> bool:

@@ -26,7 +26,7 @@ from transformers import (
     Phi3Config,
 )
 
-from lamina.models.checkpoint import check_room, peek_config
+from lamina.models.checkpoint import check_room
 from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.models.load import NO_LIMIT, from_config, load, longest_model_len, max_model_len
 
@@ -166,8 +166,8 @@ def test_paths_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (lambda c: c.pop("model_type"), "names no model_type", ModelError),
         (lambda c: c.update(model_type=["llama"]), "names no model_type", ModelError),
         (lambda c: c.update(is_encoder_decoder=True), "is an encoder-decoder", UnsupportedModelError),
-        (lambda c: c.update(quantization_config={"quant_method": "awq"}), r"quantised \(awq\)", UnsupportedModelError),
-        (lambda c: c.update(quantization_config="awq"), r"quantised \(awq\)", UnsupportedModelError),
+        (lambda c: c.update(quantization_config={"quant_method": "fp8"}), "are quantised, and none is", ModelError),
+        (lambda c: c.update(quantization_config="awq"), r"quantised by awq", UnsupportedModelError),
         (lambda c: c.update(num_attention_heads="many"), "not a valid configuration", ModelError),
         (lambda c: c.update(hidden_size=48), r"lm_head.weight is \[64, 32\] in its file, and \[64, 48\]", ModelError),
     ],
@@ -218,18 +218,6 @@ def test_pickled_weights_are_refused(model: Path) -> None:
     load(model)
     (model / "model.safetensors").unlink()
     refused(model, r"pickled weights \(pytorch_model.bin\).*save_pretrained")
-
-
-def test_gguf_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
-    file = tmp_path / "model.Q4.gguf"
-    file.write_bytes(b"GGUF")
-    words = r"model.Q4.gguf is GGUF, which is not read: .*from_pretrained\(.*gguf_file='model.Q4.gguf'.*docs/use.md"
-    for source in (file, tmp_path):
-        refused(source, words)
-        with pytest.raises(ModelError, match=words):
-            peek_config(source)
-    (tmp_path / "config.json").write_text(json.dumps(LlamaConfig(**SHAPE).to_dict()))
-    refused(tmp_path, words)
 
 
 def test_files_that_transformers_does_not_read_decide_nothing(model: Path) -> None:

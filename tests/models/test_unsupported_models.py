@@ -91,7 +91,7 @@ def test_cross_attention_is_refused() -> None:
 def test_quantised_models_are_refused() -> None:
     model = build("LlamaForCausalLM", "LlamaConfig", **SIZE)
     model.config.quantization_config = {"quant_method": "gptq"}
-    refused(model, "quantised .gptq.")
+    refused(model, "is a quantised module .gptq.")
 
 
 def test_a_module_that_is_no_hugging_face_model_is_refused() -> None:

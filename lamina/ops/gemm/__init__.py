@@ -59,7 +59,9 @@ class LinearBackend(Protocol):
         ...
 
     def pack_quantized(self, w: QuantizedWeight) -> PackedWeight:
-        """Return a copy of w in this entry's order, which ``linear_quantized`` of the same entry takes."""
+        """Return a copy of w in this entry's order, which ``linear_quantized`` of the same entry takes. On the meta
+        device it has no contents.
+        """
         ...
 
     def linear_quantized(self, x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:

@@ -64,13 +64,15 @@ class NativeLinear:
         form = PackedForm.of("native", w)
         numbers = native_form(form.encode()).numbers
         size = self.engine.quantized_bytes(form.cols, form.k_size, *numbers)
+        if w.codes.is_meta:
+            return PackedWeight(torch.empty(1, size, dtype=torch.uint8, device="meta"), form.encode())
         data, is_there = self.packed_memory.allocate(w.codes, size)
         if not is_there:
             codes, scales = w.codes.contiguous(), w.scales.contiguous()
             offsets = torch.empty(0) if w.offsets is None else w.offsets.contiguous()
             sources = codes.data_ptr(), scales.data_ptr(), offsets.data_ptr()
             self.engine.pack_quantized(*sources, data.data_ptr(), form.cols, form.k_size, *numbers)
-        return PackedWeight(data, form.encode())
+        return PackedWeight(data[None], form.encode())
 
     def linear_quantized(self, x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
         """Return x [..., K] times the packed weight plus b [N], [..., N]. Raises ValueError for operands that do not

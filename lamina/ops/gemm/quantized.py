@@ -118,7 +118,9 @@ class PackedForm(NamedTuple):
 
 
 class PackedWeight(NamedTuple):
-    """A quantized weight in a backend's own order. ``data``: bytes. ``form``: a PackedForm as text."""
+    """A quantized weight in a backend's own order. ``data`` [1, bytes], since the weight of a product is a matrix
+    elsewhere. ``form``: a PackedForm as text.
+    """
 
     data: Tensor
     form: str

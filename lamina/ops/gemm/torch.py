@@ -35,7 +35,7 @@ class TorchLinear:
         """Return codes, scales and offsets of w, one after the other."""
         parts = [w.codes, w.scales, *([] if w.offsets is None else [w.offsets])]
         data = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
-        return PackedWeight(data, PackedForm.of("torch", w).encode())
+        return PackedWeight(data[None], PackedForm.of("torch", w).encode())
 
     def linear_quantized(self, x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
         """Return x [..., K] times the packed weight plus b [N], [..., N]. Its values last for a call; fp32 computes."""
@@ -54,7 +54,7 @@ def _unpacked(data: Tensor, form: PackedForm) -> QuantizedWeight:
     groups = form.k_size // form.group if form.group else 1
     size = form.cols * groups * form.scales.itemsize
     parts = [form.cols * form.k_size, size, size if form.has_offsets else 0]
-    codes, scales, offsets = torch.split(data, parts)
+    codes, scales, offsets = torch.split(data[0], parts)
 
     def scaled(part: Tensor) -> Tensor:
         return part.clone().view(form.scales).view(form.cols, groups)  # a clone is aligned

@@ -186,6 +186,7 @@ class ModelServer:
         start = self.start
         if start.threads and start.threads != torch.get_num_threads():
             torch.set_num_threads(start.threads)
+        backend = gemm.get(linear_backend(start.model.gemm, self.staging.device), torch.get_num_threads())
         loaded = load(
             self.module if self.module is not None else start.path,
             dtype=start.model.dtype,
@@ -194,6 +195,7 @@ class ModelServer:
             progress=self._progress,
             rank=start.rank,
             size=start.topology.tensor_parallel_size,
+            backend=backend if self.staging.device.type == "cpu" else None,
         )
         max_len = max_sequence_length(start.model.max_model_len, loaded.max_model_len, loaded.longest_model_len)
         self.clock.lap("load_s")
@@ -209,7 +211,6 @@ class ModelServer:
         )
         self._progress("cutting the model", 1, 1)
         self.clock.lap("convert_s")
-        backend = gemm.get(linear_backend(start.model.gemm, self.staging.device), torch.get_num_threads())
         if self.module is None and not here:
             patience_s = start.deadlines.start_timeout_s / 2
             packing.choose_packing(program, backend, available_bytes, start.topology, start.devices, patience_s)

@@ -1,0 +1,77 @@
+"""Formats in which checkpoints store weights with few bits. Each entry of the table is a module of this package.
+
+A module has ``open_format(settings)``, which takes the configuration's ``quantization_config``. Only names, shapes and
+bytes of a checkpoint are read: nothing in it chooses code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lamina.models.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lamina.models.checkpoint import StoredWeight
+
+    from .grouped_codes import GroupedCodes
+
+# quant_method -> module of this package with a function open_format(settings); imported when first used
+FORMATS: dict[str, str] = {
+    "compressed-tensors": "compressed_tensors",
+    "fp8": "fp8",
+    "mxfp4": "mxfp4",
+}
+_INSTEAD = "a checkpoint of compressed-tensors, fp8, MXFP4 or GGUF, or one in bfloat16"
+_REFUSED = {"bitsandbytes", "exl2", "exl3", "aqlm", "awq", "gptq", "modelopt", "hqq", "quip", "vptq", "spqr", "higgs", "torchao", "quanto", "eetq"}
+
+# Scales of stored K and V, which Lamina stores in the format that --kv-cache-dtype names.
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point")
+
+Read = Callable[[str], "Tensor"]  # returns the stored tensor of a name; a plan gets tensors on the meta device
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A weight of a model that several stored tensors describe. ``name``: of the weight that they stand for. ``parts``:
+    the names of all of them, those included that are not needed.
+
+    ``packed`` reads them as codes with scales; None if they are no such codes, or no 2-D weight. ``values`` returns
+    what the format defines, in fp32. Both raise ModelError that names the stored tensor at fault.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    values: Callable[[Read], Tensor]
+    packed: Callable[[Read], GroupedCodes] | None = None
+
+
+class StoredFormat(Protocol):
+    """The layout of one checkpoint's quantised weights.
+
+    Contract, the same for every entry (tests/contract/test_stored_formats.py): ``find`` takes the headers of all stored
+    tensors, and reads no tensor. Tensors that no result names are plain weights, but for CACHE_SCALES. Layers that the
+    checkpoint leaves out have plain weights, whatever the configuration says of them. Raises ModelError for tensors
+    that do not fit together.
+    """
+
+    def find(self, stored: Mapping[str, StoredWeight]) -> Iterator[QuantizedTensor]:
+        """Yield the quantised weights of a checkpoint."""
+        ...
+
+
+def open_format(where: str, settings: Any) -> StoredFormat:
+    """Return the format that ``settings``, the quantization_config of the model ``where``, describes. Raises
+    UnsupportedModelError.
+    """
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if not isinstance(settings, dict) or method not in FORMATS:
+        known = f"is quantised by {method}" if method in _REFUSED else f"has an unknown quantisation ({method})"
+        raise UnsupportedModelError(f"{where} {known}, which is not read: use {_INSTEAD}")
+    opened: StoredFormat = import_module(f"{__name__}.{FORMATS[method]}").open_format(settings)
+    return opened

@@ -1,0 +1,115 @@
+"""Codes of few bits with scales and offsets by group, as stored formats have them, and their unpacking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from lamina.models.errors import ModelError
+from lamina.ops.gemm.quantized import GROUPS, INT4, QuantizedWeight
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True)
+class GroupedCodes:
+    """A weight [N, K] = scale * q + offset. ``codes``: int8 q, or uint8 below 16 that stands for ``values[code]``.
+    ``scales``, ``offsets``: [N, G], of one dtype; each is for K / G numbers of k.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+    values: tuple[float, ...] = INT4
+
+    @property
+    def group(self) -> int:
+        """The numbers of k with one scale."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def dequantized(self) -> Tensor:
+        """Return the weight in fp32: one product, and one sum if there are offsets."""
+        q = self.codes.float() if self.codes.dtype == torch.int8 else torch.tensor(self.values)[self.codes.long()]
+        w: Tensor = q.view(*self.scales.shape, -1) * self.scales.float()[..., None]
+        if self.offsets is not None:
+            w += self.offsets.float()[..., None]
+        return w.view(q.shape)
+
+    def columns(self, spans: Sequence[slice]) -> GroupedCodes:
+        """Return the rows of the weight in ``spans``, which are columns of a product."""
+
+        def taken(x: Tensor) -> Tensor:
+            return torch.cat([x[span] for span in spans])
+
+        offsets = None if self.offsets is None else taken(self.offsets)
+        return replace(self, codes=taken(self.codes), scales=taken(self.scales), offsets=offsets)
+
+    def inputs(self, spans: Sequence[slice]) -> GroupedCodes | None:
+        """Return the numbers of k in ``spans``, in smaller groups if an end lies in a group. None if that is impossible
+        with groups that kernels know.
+        """
+        size = gcd(self.group, *(end for span in spans for end in (span.start, span.stop)))
+        split = self if self.scales.shape[1] == 1 else self._by(size)
+        if split is None:
+            return None
+        group = split.group if split.scales.shape[1] > 1 else 0
+
+        def scaled(x: Tensor) -> Tensor:
+            return torch.cat([x[:, s.start // group : s.stop // group] for s in spans], 1) if group else x
+
+        codes = torch.cat([self.codes[:, span] for span in spans], 1)
+        offsets = None if split.offsets is None else scaled(split.offsets)
+        return replace(split, codes=codes, scales=scaled(split.scales), offsets=offsets)
+
+    def for_kernels(self) -> QuantizedWeight | None:
+        """Return the weight as linear layers take it, with smaller groups if need be; None if no kernel has such
+        groups.
+        """
+        split = self if self.scales.shape[1] == 1 else self._by(self.group)
+        return None if split is None else QuantizedWeight(split.codes, split.scales, split.offsets, split.values)
+
+    def _by(self, group: int) -> GroupedCodes | None:
+        """Return the same weight with the largest groups of kernels that divide ``group``."""
+        fits = [n for n in GROUPS[8 if self.codes.dtype == torch.int8 else 4] if group % n == 0]
+        if not fits:
+            return None
+        times = self.group // max(fits)
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, 1)
+        return replace(self, scales=self.scales.repeat_interleave(times, 1), offsets=offsets)
+
+
+def unpack_int32(x: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """Return the 32 / ``bits`` unsigned numbers of each element, uint8, along the last dimension. The lowest bits have
+    the first one, or number ``order[0]``.
+    """
+    count = 32 // bits
+    lanes = [0] * count
+    for place, lane in enumerate(order or range(count)):
+        lanes[lane] = place * bits
+    return (((x[..., None] >> torch.tensor(lanes, device=x.device)) & ((1 << bits) - 1)).to(torch.uint8)).flatten(-2)
+
+
+def unpack_nibbles(x: Tensor) -> Tensor:
+    """Return the two numbers of 4 bits of each byte, the lower half first, along the last dimension."""
+    return torch.stack((x & 15, x >> 4), -1).flatten(-2)
+
+
+def powers_of_two(name: str, exponents: Tensor) -> Tensor:
+    """Return 2^(e - 127) of bytes, in bf16. Raises ModelError for 255, which is no number."""
+    if not exponents.is_meta and bool((exponents == 255).any()):
+        raise ModelError(f"{name} has a scale that is no number: fetch the model again")
+    return torch.exp2(exponents.float() - 127).bfloat16()
+
+
+def check_scales(name: str, scales: Tensor, *, zero: bool = False) -> Tensor:
+    """Return ``scales``. Raises ModelError, naming them, if one is not finite, or is zero unless that is allowed."""
+    if not scales.is_meta:
+        if not bool(scales.float().isfinite().all()):
+            raise ModelError(f"{name} has a scale that is no finite number: fetch the model again")
+        if not zero and not bool(scales.float().all()):
+            raise ModelError(f"{name} has a scale of zero: fetch the model again")
+    return scales

@@ -1,0 +1,40 @@
+"""Linear layers of a model whose weights stay packed as their checkpoint has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lamina.ops.gemm.quantized import PackedForm
+from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
+
+
+class QuantizedLinear(nn.Module):
+    """A torch.nn.Linear whose weight is packed. ``data`` [1, bytes] and ``form`` are as a backend has packed them."""
+
+    data: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, data: Tensor, form: str, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        known = PackedForm.decode(form)
+        self.in_features, self.out_features, self.form = known.k_size, known.cols, form
+        self.register_buffer("data", data, persistent=False)
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., in_features] times the weight plus the bias: [..., out_features]."""
+        y: Tensor = QUANTIZED_LINEAR_OP(x, self.data, self.bias, self.form)
+        return y
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return x times the weight, without the bias."""
+        y: Tensor = QUANTIZED_LINEAR_OP(x, self.data, None, self.form)
+        return y
+
+
+def packed_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return tensors on the meta device, in the shape of each packed weight, by the name that a plain one has."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
+    shapes = {f"{name}.weight": (layer.out_features, layer.in_features) for name, layer in layers}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

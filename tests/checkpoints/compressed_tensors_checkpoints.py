@@ -1,0 +1,130 @@
+"""Writes the tiny checkpoints of compressed-tensors in this folder, with the tokens and logits that they must give.
+
+    python tests/checkpoints/compressed_tensors_checkpoints.py
+
+needs the package compressed-tensors (0.20), which tests do not. It compresses a model with random weights and unpacks
+each file by its own library. ``oracle.json`` has what transformers computes in fp32 with these weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HERE = Path(__file__).parent
+SHAPE: dict[str, Any] = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "tie_word_embeddings": False, "initializer_range": 0.4,
+}  # fmt: skip
+PROMPT, TOKENS, LOGITS = [3, 17, 99, 4, 56, 140, 8], 12, 8
+# name -> format, and arguments of the weights' quantization
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4_group": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}),
+    "int4_zeros": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}),
+    "int4_channel": ("pack-quantized", {"num_bits": 4, "strategy": "channel", "symmetric": True}),
+    "int8_channel": ("pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}),
+    "int8_zeros": ("pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 64, "symmetric": False}),
+    "w8a8": ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}),
+    "fp8_channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}),
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+}  # fmt: skip
+
+
+def scales_of(w: torch.Tensor, args: QuantizationArgs, name: str) -> dict[str, torch.Tensor]:
+    """Returns the parameters that quantize w, as a calibration would find them."""
+    group = args.group_size or w.shape[1]
+    parts = w.unflatten(1, (-1, group))
+    most = parts.abs().amax(-1)
+    if name == "nvfp4":
+        whole = torch.tensor([448.0 * 6.0]) / w.abs().max()
+        return {"weight_scale": (most / 6.0 * whole).to(torch.float8_e4m3fn).float(), "weight_global_scale": whole}
+    if name == "mxfp4":
+        return {"weight_scale": torch.exp2(torch.floor(torch.log2(most / 4.0)))}
+    top = 448.0 if args.type == "float" else float((1 << (args.num_bits - 1)) - 1)
+    if args.symmetric:
+        return {"weight_scale": (most / top).bfloat16()}
+    low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
+    scale = ((high - low) / ((1 << args.num_bits) - 1)).bfloat16()
+    zero = (-(1 << (args.num_bits - 1)) - low / scale.float()).round().clamp(-(1 << (args.num_bits - 1)), top)
+    return {"weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+
+
+def unpacked(stored: dict[str, torch.Tensor], compressor: Any, scheme: QuantizationScheme) -> torch.Tensor:
+    """Returns the weight by the library. Scales in fp32 keep its products from being rounded to bf16."""
+    if (scales := stored["weight_scale"]).dtype == torch.float8_e4m3fn:
+        rows, half = stored["weight_packed"].shape
+        codes = unpack_fp4_from_uint8(stored["weight_packed"], rows, 2 * half, torch.float32)
+        whole = stored["weight_global_scale"]
+        return dequantize(codes, scales.float(), args=scheme.weights, dtype=torch.float32, global_scale=whole)
+    wide = {k: v.float() if k == "weight_scale" and v.dtype == torch.bfloat16 else v for k, v in stored.items()}
+    weight: torch.Tensor = compressor.decompress(wide, scheme)["weight"]
+    return weight.float()
+
+
+def write(name: str, form: str, args: dict[str, Any], seed: int) -> bool:
+    """Returns False if a token of this seed's model is a near tie."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    for weight in model.parameters():  # but not rotary frequencies
+        weight.data = weight.data.bfloat16().float()
+    weights = QuantizationArgs(**args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, format=form)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, w in model.state_dict().items():
+        owner = key.removesuffix(".weight")
+        if not key.endswith("_proj.weight"):
+            tensors[key] = w.bfloat16().contiguous()
+            continue
+        stored = compressor.compress({"weight": w, **scales_of(w, weights, name)}, scheme)
+        stored = {k: v.detach().contiguous() for k, v in stored.items()}
+        tensors |= {f"{owner}.{k}": v for k, v in stored.items()}
+        model.get_submodule(owner).weight.data = unpacked(stored, compressor, scheme)
+    path = HERE / f"llama_{name}"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": args, "input_activations": None}},
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    known = oracle(model)
+    (path / "oracle.json").write_text(json.dumps(known))
+    return known is not None
+
+
+def oracle(model: Any) -> dict[str, Any] | None:
+    """Returns what a model in fp32 computes: tokens by argmax, and logits of the last one. None for a near tie."""
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        for _ in range(TOKENS):
+            logits = model(ids).logits[0, -1]
+            top = logits.topk(2).values
+            if float(top[0] - top[1]) < 0.02 * float(logits.std()):
+                return None
+            ids = torch.cat([ids, logits.argmax().view(1, 1)], 1)
+    return {"prompt": PROMPT, "tokens": ids[0, len(PROMPT) :].tolist(), "logits": logits[:LOGITS].tolist()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for case, (form, args) in CASES.items():  # or those that are named
+        if sys.argv[1:] and case not in sys.argv[1:]:
+            continue
+        print(case, next(seed for seed in range(100) if write(case, form, args, seed)))

@@ -1,0 +1,132 @@
+"""The contract of lamina.models.quantization.StoredFormat, run over a tiny checkpoint of every format.
+
+Each was written by its format's own library (tests/checkpoints). Its oracle.json has the tokens and logits that
+transformers computes in fp32 with the weights as that library unpacks them.
+
+Covers: lamina/models/pack_weights.py, lamina/models/quantized_linear.py,
+lamina/models/quantization/compressed_tensors.py, 
+lamina/models/quantization/grouped_codes.py,
+lamina/ops/gemm/quantized_op.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lamina.models.errors import ModelError
+from lamina.models.load import load
+from lamina.models.quantized_linear import QuantizedLinear
+from lamina.ops.gemm import get
+
+pytestmark = pytest.mark.no_retry
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
+NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/oracle.json"))
+UNPACKED = {"llama_fp8_channel", "llama_nvfp4"}  # become numbers of the model's dtype
+BOUND = 1e-4  # of the spread of logits
+
+
+def oracle(name: str) -> dict[str, Any]:
+    known: dict[str, Any] = json.loads((CHECKPOINTS / name / "oracle.json").read_text())
+    return known
+
+
+def worst(model: Any, known: dict[str, Any]) -> float:
+    """The difference of the logits of the last token, relative to their spread; infinite for other tokens."""
+    prompt, tokens = known["prompt"], known["tokens"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    if logits.argmax(-1).tolist() != tokens:
+        return float("inf")
+    due = torch.tensor(known["logits"])
+    return float((logits[-1, : len(due)] - due).abs().max() / logits[-1].std())
+
+
+@pytest.mark.parametrize("entry", ["", "native", "torch"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_formats_own_library(name: str, entry: str) -> None:
+    backend = get(entry, 1) if entry else None
+    model = load(CHECKPOINTS / name, dtype="float32", backend=backend).model
+    packed = sum(isinstance(module, QuantizedLinear) for module in model.modules())
+    assert (packed > 0) == (bool(entry) and name not in UNPACKED)
+    assert worst(model, oracle(name)) < BOUND
+    (w,) = (p for n, p in model.named_parameters() if n == "model.layers.0.input_layernorm.weight")
+    w.data[5] += 0.05
+    assert worst(model, oracle(name)) > BOUND, "another weight would not be seen"
+
+
+def changed(tmp_path: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    shutil.copytree(CHECKPOINTS / name, path := tmp_path / name)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize("entry", ["", "native"])
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("llama_int4_group", lambda t: t.pop(f"{UP}.weight_scale"), f"{UP}.weight_packed has no {UP}.weight_scale"),
+        ("llama_int4_group", lambda t: t[f"{UP}.weight_scale"].fill_(torch.nan), f"{UP}.weight_scale has a scale that"),
+        ("llama_int4_group", lambda t: t[f"{UP}.weight_scale"].zero_(), f"{UP}.weight_scale has a scale of zero"),
+        (
+            "llama_int4_group",
+            lambda t: t.update({f"{UP}.weight_packed": t[f"{UP}.weight_packed"][:, :7]}),
+            f"{UP}.weight_packed has 7 words and 2 groups in a row, which no scheme of config.json has",
+        ),
+        (
+            "llama_int4_group",
+            lambda t: t.update({f"{UP}.weight_packed": t[f"{UP}.weight_packed"][:64]}),
+            rf"{UP}.weight_(shape|scale|packed)",
+        ),
+        (
+            "llama_int4_zeros",
+            lambda t: t.update({f"{UP}.weight_zero_point": t[f"{UP}.weight_zero_point"][:3]}),
+            f"{UP}.weight_zero_point",
+        ),
+        ("llama_w8a8", lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"][:9]}), f"{UP}.weight_scale"),
+        (
+            "llama_mxfp4",
+            lambda t: t[f"{UP}.weight_scale"].fill_(255),
+            f"{UP}.weight_scale has a scale that is no number",
+        ),
+    ],
+)
+def test_bad_tensors_are_refused_by_name(
+    tmp_path: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object], words: str, entry: str
+) -> None:
+    path = changed(tmp_path, name, change)
+    with pytest.raises(ModelError, match=words) as refused:
+        load(path, backend=get(entry, 1) if entry else None)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, "is quantised by bitsandbytes, which is not read: use a checkpoint of"),
+        ({"quant_method": "exl3"}, "exl3, which is not read"),
+        ({"quant_method": "aqlm"}, "aqlm, which is not read"),
+        ({"quant_method": "novel"}, r"unknown quantisation \(novel\)"),
+        ("awq", "unknown quantisation"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "the format marlin-24 is not read"),
+        ({"quant_method": "fp8", "weight_block_size": 3}, "weight_block_size"),
+    ],
+)
+def test_other_formats_are_refused_by_name(tmp_path: Path, settings: Any, words: str) -> None:
+    shutil.copytree(CHECKPOINTS / NAMES[0], path := tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(ModelError, match=words):
+        load(path)

@@ -1,0 +1,112 @@
+"""GGUF files: tokens that transformers computes in fp32 with their weights, as the package gguf dequantises them.
+
+Covers: lamina/models/gguf_file.py, lamina/models/gguf_weights.py, lamina/models/quantization/gguf_blocks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lamina import LLM, SamplingParams
+from lamina.models.checkpoint import find_checkpoint, peek_config
+from lamina.models.errors import ModelError
+from lamina.models.load import load
+from lamina.models.quantized_linear import QuantizedLinear
+from lamina.models.tokenizer import load_tokenizer
+from lamina.ops.gemm import get
+
+pytestmark = pytest.mark.no_retry
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+FILES = Path(__file__).resolve().parents[1] / "checkpoints"
+NAMES = sorted(path.stem for path in FILES.glob("*.gguf"))
+BOUND = 1e-4  # of the spread of logits
+
+
+def worst(model: Any, known: dict[str, Any]) -> float:
+    """The difference of the logits of the last token, relative to their spread; infinite for other tokens."""
+    prompt, tokens = known["prompt"], known["tokens"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    if logits.argmax(-1).tolist() != tokens:
+        return float("inf")
+    due = torch.tensor(known["logits"])
+    return float((logits[-1, : len(due)] - due).abs().max() / logits[-1].std())
+
+
+@pytest.mark.parametrize("entry", ["", "native", "torch"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str, entry: str) -> None:
+    loaded = load(FILES / f"{name}.gguf", dtype="float32", backend=get(entry, 1) if entry else None)
+    packed = sum(isinstance(module, QuantizedLinear) for module in loaded.model.modules())
+    assert packed == (8 if entry and name != "llama_f16" else 0)  # with lm_head
+    known = json.loads((FILES / f"{name}.json").read_text())
+    assert worst(loaded.model, known) < BOUND
+    assert loaded.eos_token_ids == (159,)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+def test_any_block_is_dequantised_as_by_gguf(kind: str) -> None:
+    import numpy as np
+
+    from lamina.models.quantization.gguf_blocks import grouped_codes
+
+    draw, number = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
+    size = gguf.GGML_QUANT_SIZES[number][1]
+    blocks = draw.integers(0, 256, (6, 3, size), dtype=np.uint8)
+    for at in {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}.get(kind, (0, 2)):
+        blocks[..., at : at + 2] = draw.normal(size=(6, 3, 1)).astype(np.float16).view(np.uint8)
+    rows = blocks.reshape(6, -1)
+    found = grouped_codes(kind, "weight", torch.from_numpy(rows)).dequantized()
+    assert torch.equal(found, torch.from_numpy(gguf.quants.dequantize(rows, number)))
+    blocks[1, 1, :2], blocks[1, 1, -2:] = 0xFF, 0xFF  # halves that are no number
+    with pytest.raises(ModelError, match="weight has a scale that is no finite number"):
+        grouped_codes(kind, "weight", torch.from_numpy(rows))
+
+
+def test_an_engine_serves_a_file_with_its_tokenizer() -> None:
+    known = json.loads((FILES / "llama_q4_0.json").read_text())
+    greedy = SamplingParams(temperature=0.0, max_tokens=len(known["tokens"]), ignore_eos=True)
+    with LLM(str(FILES / "llama_q4_0.gguf"), dtype="float32", transport="loopback") as llm:
+        (by_ids,) = llm.generate([known["prompt"]], greedy)
+        (by_text,) = llm.generate(["".join(chr(33 + i) for i in known["prompt"] if i < 94)], greedy)
+    assert by_ids.outputs[0].token_ids == known["tokens"]
+    assert by_text.prompt_token_ids == [i for i in known["prompt"] if i < 94]
+
+
+def test_the_tokenizer_is_that_of_transformers() -> None:
+    from transformers import AutoTokenizer
+
+    text = "a-b c!"
+    theirs = AutoTokenizer.from_pretrained(FILES, gguf_file="llama_q8_0.gguf")
+    assert load_tokenizer(str(FILES / "llama_q8_0.gguf"))(text)["input_ids"] == theirs(text)["input_ids"]
+
+
+def test_bad_files_are_refused_by_name(tmp_path: Path) -> None:
+    whole = (FILES / "llama_q4_0.gguf").read_bytes()
+    cases = {
+        "other.gguf": (b"PK" + whole[2:], "is no GGUF file: it does not begin with GGUF"),
+        "short.gguf": (whole[: len(whole) // 2], "is truncated or corrupt, fetch it again"),
+        "header.gguf": (whole[:100], "is truncated or corrupt, fetch it again"),
+        "novel.gguf": (whole.replace(b"llama", b"novel"), "is of a kind that transformers cannot read"),
+        "model-00001-of-00002.gguf": (whole, "is a part of a GGUF file: join the parts"),
+    }
+    for name, (content, words) in cases.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ModelError, match=words) as refused:
+            load(tmp_path / name)
+        assert name in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_folder_of_files_is_refused_with_the_file_to_give(tmp_path: Path) -> None:
+    shutil.copy(FILES / "llama_q4_0.gguf", tmp_path)
+    with pytest.raises(ModelError, match=r"has no config.json: give its GGUF file, as .*/llama_q4_0.gguf"):
+        load(tmp_path)
+    assert peek_config(tmp_path / "llama_q4_0.gguf") == {}
+    assert find_checkpoint(tmp_path / "llama_q4_0.gguf") == tmp_path / "llama_q4_0.gguf"
