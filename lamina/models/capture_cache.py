@@ -28,7 +28,14 @@ from lamina.netstack.cached_file import VARIABLE, CachedFile, cache_directory
 from .checkpoint import FileStamp
 
 PACKAGES = {"torch", "transformers", "lamina"}
-CODE_FOLDERS = ("models", "converter", "ops/attention", "ops/collective", "ops/gemm")  # what a capture depends on
+CODE_FOLDERS = (
+    "models",
+    "models/quantization",
+    "converter",
+    "ops/attention",
+    "ops/collective",
+    "ops/gemm",
+)  # what a capture depends on
 MAX_FILES = 256  # files in the folder; the least recently used ones are removed
 MAX_FILE_BYTES = 64 << 20  # bytes of a file
 LOCK_TIMEOUT_S = 120.0  # seconds for another process to capture

@@ -86,7 +86,7 @@ def peek_config(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the configuration in a model directory, of a causal LM that transformers supports. Raises ModelError."""
     if gguf_file.is_gguf(directory):
-        from . import gguf_weights
+        from .quantization import gguf_weights
 
         return gguf_weights.read_config(directory)
     raw = _raw_config(directory)
@@ -185,18 +185,18 @@ def stored_weights(directory: Path) -> list[StoredWeight]:
     replaced by the weights for which they stand. Raises ModelError if these do not fit together.
     """
     if gguf_file.is_gguf(directory):
-        from . import gguf_weights  # not above: processes that only tokenize start without torch
+        from .quantization import gguf_weights  # not above: processes that only tokenize start without torch
 
         return [StoredWeight(each.name, QUANTIZED, each.shape, each) for each in gguf_weights.stored_weights(directory)]
     tensors = stored_tensors(directory)
     if not (directory / "config.json").exists() or (layout := stored_format(directory)) is None:
         return list(tensors.values())
-    found = [StoredWeight(each.name, QUANTIZED, each.shape, each) for each in layout.find(tensors)]
-    if not found:
+    quantized = [StoredWeight(each.name, QUANTIZED, each.shape, each) for each in layout.find(tensors)]
+    if not quantized:
         raise ModelError(f"{directory}/config.json says that weights are quantised, and none is: fetch the model again")
-    taken = {part for weight in found if weight.quantized for part in weight.quantized.parts}
+    taken = {part for weight in quantized if weight.quantized for part in weight.quantized.parts}
     plain = [w for w in tensors.values() if w.name not in taken and not _is_cache_scale(w.name)]
-    return [*plain, *found]
+    return [*plain, *quantized]
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredWeight]:

@@ -29,9 +29,9 @@ from .checkpoint import (
 )
 from .errors import ModelError
 from .model_files import one_line
-from .pack_weights import fill, replace_layers
-from .read_shard import StoredTensors, read_shard
-from .tensor_parallel_shard import ShardPlan, plan_shard
+from .quantization.pack_weights import fill, replace_layers
+from .read_shard import WHOLE, StoredTensors, read_shard
+from .tensor_parallel_shard import plan_shard
 from .weight_names import FLOATS, WeightNames, check_all_used, name_first, stored_matrices, text_weights
 from .weight_pages import prefault_weights
 
@@ -305,7 +305,7 @@ def _from_pretrained(
 
 
 class PartReader(NamedTuple):
-    """What ``_read_part`` reads, and how."""
+    """A rank's part of a checkpoint, as ``_read_part`` takes it."""
 
     directory: Path
     config: Any
@@ -323,7 +323,7 @@ def _read_part(given: PartReader, progress: OnProgress | None) -> tuple[nn.Modul
     model = from_config(
         given.config, dtype=str(dtype).removeprefix("torch."), trust_remote_code=given.trust_remote_code
     )
-    shard = ShardPlan(WHOLE_MODEL, {}, {})
+    shard = WHOLE
     if given.size > 1:
         shard = plan_shard(model, given.rank, given.size, max_model_len(given.config))
         shard.shrink_to_shard(model)

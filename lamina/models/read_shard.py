@@ -10,18 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import gguf_weights
 from .attention_routing import WHOLE_MODEL, WeightShard
 from .checkpoint import QUANTIZED, stored_weights, weight_files
 from .errors import ModelError, UnsupportedModelError
 from .gguf_file import is_gguf
-from .quantization import QuantizedTensor, Read
+from .quantization import QuantizedTensor, Read, gguf_weights
 from .tensor_parallel_shard import ShardedDim, ShardPlan
 from .weight_names import FLOATS, WeightNames, name_first, text_weights
 from .weight_pages import unmap_pages
 
 # Conversions of weights during reading after which each weight can be cut by itself.
 _SPREADS = {"MergeModulelist", "Concatenate"}
+
+
+WHOLE = ShardPlan(WHOLE_MODEL, {}, {})  # of a model that one rank has
 
 
 class WeightBytes(NamedTuple):
@@ -171,7 +173,7 @@ def weight_bytes(model: nn.Module, directory: Path, shard: ShardPlan | None = No
     """Return the bytes of a model whose weights are read from ``directory``; of mapped ones, those for texts. Reads
     headers alone. The model is on the meta device; ``shard`` has shrunk it, if given.
     """
-    cutter = _ShardReader(model, shard or ShardPlan(WHOLE_MODEL, {}, {}))
+    cutter = _ShardReader(model, shard or WHOLE)
     reads = [cutter.read(w.name, w.dtype, len(w.shape)) for w in stored_weights(directory)]
     copied_names = {read.target for read in reads if read.copied}
     names: dict[int, set[str]] = {}  # all names of weights that are tied

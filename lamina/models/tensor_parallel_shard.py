@@ -21,7 +21,7 @@ from lamina.ops.collective.op import ALL_GATHER_OP, ALL_REDUCE_OP
 
 from .attention_routing import DecodeStep, WeightShard, routed_attention
 from .errors import UnsupportedModelError
-from .quantized_linear import QuantizedLinear
+from .quantization.quantized_linear import QuantizedLinear
 
 MAX_REPLICATED_SHARE = 1.1  # largest share of the weights on a rank, relative to an equal share
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # plans have an asterisk here

@@ -17,7 +17,7 @@ from torch import nn
 
 from .checkpoint import StoredWeight, stored_weights
 from .errors import ModelError
-from .quantized_linear import packed_weights
+from .quantization.quantized_linear import packed_weights
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _OLD_BUFFER = re.compile(r"\b((attn|attention)\.(bias|masked_bias|causal_mask)|inv_freq)$")

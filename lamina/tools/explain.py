@@ -137,10 +137,18 @@ def _describe(model: nn.Module, ranks: int) -> dict[str, str]:
 def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     from lamina.models.convert import convert_model
     from lamina.models.load import load
+    from lamina.ops import gemm
 
     size = args.tensor_parallel_size
     trust = args.trust_remote_code
-    loaded = load(args.model, dtype=args.dtype, trust_remote_code=trust, size=size, allow_unused_weights=True)
+    loaded = load(
+        args.model,
+        dtype=args.dtype,
+        trust_remote_code=trust,
+        size=size,
+        allow_unused_weights=True,
+        backend=gemm.get("auto", 1),
+    )
     limit, keep = loaded.max_model_len, not trust
     return loaded.model, convert_model(loaded.model, max_model_len=limit, part=loaded.part, keep=keep)
 

@@ -3,9 +3,8 @@
 Each was written by its format's own library (tests/checkpoints). Its oracle.json has the tokens and logits that
 transformers computes in fp32 with the weights as that library unpacks them.
 
-Covers: lamina/models/pack_weights.py, lamina/models/quantized_linear.py,
-lamina/models/quantization/compressed_tensors.py, 
-lamina/models/quantization/grouped_codes.py,
+Covers: lamina/models/quantization/compressed_tensors.py, lamina/models/quantization/grouped_codes.py,
+lamina/models/quantization/pack_weights.py, lamina/models/quantization/quantized_linear.py,
 lamina/ops/gemm/quantized_op.py.
 """
 
@@ -23,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from lamina.models.errors import ModelError
 from lamina.models.load import load
-from lamina.models.quantized_linear import QuantizedLinear
+from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.ops.gemm import get
 
 pytestmark = pytest.mark.no_retry
@@ -119,7 +118,7 @@ def test_bad_tensors_are_refused_by_name(
         ({"quant_method": "exl3"}, "exl3, which is not read"),
         ({"quant_method": "aqlm"}, "aqlm, which is not read"),
         ({"quant_method": "novel"}, r"unknown quantisation \(novel\)"),
-        ("awq", "unknown quantisation"),
+        ("novel", r"unknown quantisation \(novel\)"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "the format marlin-24 is not read"),
         ({"quant_method": "fp8", "weight_block_size": 3}, "weight_block_size"),
     ],

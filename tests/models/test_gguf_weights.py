@@ -1,6 +1,7 @@
 """GGUF files: tokens that transformers computes in fp32 with their weights, as the package gguf dequantises them.
 
-Covers: lamina/models/gguf_file.py, lamina/models/gguf_weights.py, lamina/models/quantization/gguf_blocks.py.
+Covers: lamina/models/gguf_file.py, lamina/models/quantization/gguf_blocks.py,
+lamina/models/quantization/gguf_weights.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lamina import LLM, SamplingParams
 from lamina.models.checkpoint import find_checkpoint, peek_config
 from lamina.models.errors import ModelError
 from lamina.models.load import load
-from lamina.models.quantized_linear import QuantizedLinear
+from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.models.tokenizer import load_tokenizer
 from lamina.ops.gemm import get
 

@@ -119,7 +119,8 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     from lamina.models.convert import layer_shapes
     from lamina.models.load import max_model_len, weights_dtype
     from lamina.models.meta_capture import plan_cuts
-    from lamina.models.read_shard import weight_bytes
+    from lamina.models.quantization.pack_weights import replace_layers
+    from lamina.models.read_shard import WHOLE, weight_bytes
     from lamina.models.weight_names import check_all_used
     from lamina.ops import gemm
     from lamina.protocol.capacity import partition_of
@@ -143,8 +144,11 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     )
     weights = config.topology.of_rank(config.topology.normalized_weights, 0)
     max_len, wire = config.model.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
+    on_cpu = pick_device("--compute-device", config.devices.compute_device, 0).type == "cpu"
+    kept = replace_layers(planned.model, directory, planned.shard or WHOLE, backend) if on_cpu else []
     stored = weight_bytes(planned.model, directory, planned.shard)
-    packed, shared = (0, 0) if in_process else _packed(planned.program, backend, config, stored, free)
+    quantized = sum(backend.packed_bytes(dtype, each.layer.out_features, each.layer.in_features) for each in kept)
+    packed, shared = (0, 0) if in_process else _packed(planned.program, backend, config, stored, free, quantized)
     return _RankFacts(
         weights=stored,
         program=planned.program,
@@ -160,12 +164,14 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
 
 
 def _packed(
-    program: SlicedProgram, backend: LinearBackend, config: EngineConfig, stored: WeightBytes, free: int
+    program: SlicedProgram, backend: LinearBackend, config: EngineConfig, stored: WeightBytes, free: int, quantized: int
 ) -> tuple[int, int]:
-    """Bytes of packed weights of a worker, and what of them workers have together: of weights that are mapped."""
+    """Bytes of packed weights of a worker, and what of them workers have together: of weights that are mapped.
+    ``quantized``: bytes of those that have no second copy.
+    """
     from lamina.ops.gemm.packing import can_share, has_room, packed_weights
 
-    needed = sum(size for _, size in packed_weights(program, backend))
+    needed = sum(size for _, size in packed_weights(program, backend)) - quantized
     together = config.launch.launcher_name == "local" and can_share(config.topology)
     shared = needed * stored.mapped // max(sum(stored), 1) if together else 0
     return (needed, shared) if has_room(needed, shared, free, config.topology, config.devices) else (0, 0)

@@ -27,7 +27,10 @@ FORMATS: dict[str, str] = {
     "mxfp4": "mxfp4",
 }
 _INSTEAD = "a checkpoint of compressed-tensors, fp8, MXFP4 or GGUF, or one in bfloat16"
-_REFUSED = {"bitsandbytes", "exl2", "exl3", "aqlm", "awq", "gptq", "modelopt", "hqq", "quip", "vptq", "spqr", "higgs", "torchao", "quanto", "eetq"}
+_REFUSED = {
+    "bitsandbytes", "exl2", "exl3", "aqlm", "awq", "gptq", "modelopt", "hqq", "quip", "vptq", "spqr", "higgs",
+    "torchao", "quanto", "eetq",
+}  # fmt: skip
 
 # Scales of stored K and V, which Lamina stores in the format that --kv-cache-dtype names.
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point")

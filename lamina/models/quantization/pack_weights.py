@@ -8,17 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lamina.models.checkpoint import stored_tensors, stored_weights
+from lamina.models.errors import UnsupportedModelError
+from lamina.models.gguf_file import is_gguf
+from lamina.models.tensor_parallel_shard import ShardedDim, ShardPlan
+from lamina.models.weight_names import WeightNames
 from lamina.ops.gemm import LinearBackend
 from lamina.ops.gemm.quantized import QuantizedWeight
 
-from . import gguf_weights
-from .checkpoint import stored_tensors, stored_weights
-from .errors import UnsupportedModelError
-from .gguf_file import is_gguf
-from .quantization import QuantizedTensor, Read
+from . import QuantizedTensor, Read, gguf_weights
 from .quantized_linear import QuantizedLinear
-from .tensor_parallel_shard import ShardedDim, ShardPlan
-from .weight_names import WeightNames
 
 _DTYPES = {
     "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,

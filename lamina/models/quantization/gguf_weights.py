@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ModelError, UnsupportedModelError
-from .gguf_file import check_file
-from .model_files import one_line
-from .quantization import QuantizedTensor, Read
-from .quantization.gguf_blocks import PACKED, grouped_codes
-from .quantization.grouped_codes import GroupedCodes
+from lamina.models.errors import ModelError, UnsupportedModelError
+from lamina.models.gguf_file import check_file
+from lamina.models.model_files import one_line
+
+from . import QuantizedTensor, Read
+from .gguf_blocks import PACKED, grouped_codes
+from .grouped_codes import GroupedCodes
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCKS = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"}
