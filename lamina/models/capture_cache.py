@@ -26,6 +26,7 @@ from torch import nn
 from lamina.netstack.cached_file import VARIABLE, CachedFile, cache_directory
 
 from .checkpoint import FileStamp
+from .quantization.quantized_linear import packed_forms
 
 PACKAGES = {"torch", "transformers", "lamina"}
 CODE_FOLDERS = (
@@ -108,6 +109,7 @@ def capture_file(model: nn.Module, **facts: object) -> CaptureCache | None:
             "code": [own_code(), *_code_of(model)],
             "config": _configuration(model),
             "tensors": _tensors(model),
+            "forms": packed_forms(model),
             "facts": {name: str(value) for name, value in facts.items()},
         }
     except OSError:  # code that cannot be read, or differs from the running code

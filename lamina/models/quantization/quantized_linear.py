@@ -35,6 +35,10 @@ class QuantizedLinear(nn.Module):
 
 def packed_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return tensors on the meta device, in the shape of each packed weight, by the name that a plain one has."""
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
-    shapes = {f"{name}.weight": (layer.out_features, layer.in_features) for name, layer in layers}
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    known = {name: PackedForm.decode(form) for name, form in packed_forms(model).items()}
+    return {f"{name}.weight": torch.empty(form.cols, form.k_size, device="meta") for name, form in known.items()}
+
+
+def packed_forms(model: nn.Module) -> dict[str, str]:
+    """Return the form of each layer's packed weight, by the layer's name. Captures have it as a constant."""
+    return {name: module.form for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
