@@ -3,9 +3,9 @@
 Each was written by its format's own library (tests/checkpoints). Its oracle.json has the tokens and logits that
 transformers computes in fp32 with the weights as that library unpacks them.
 
-Covers: lamina/models/quantization/compressed_tensors.py, lamina/models/quantization/grouped_codes.py,
-lamina/models/quantization/pack_weights.py, lamina/models/quantization/quantized_linear.py,
-lamina/ops/gemm/quantized_op.py.
+Covers: lamina/models/quantization/awq.py, lamina/models/quantization/compressed_tensors.py,
+lamina/models/quantization/grouped_codes.py, lamina/models/quantization/pack_weights.py,
+lamina/models/quantization/quantized_linear.py, lamina/ops/gemm/quantized_op.py.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def test_bad_tensors_are_refused_by_name(
         ({"quant_method": "bitsandbytes"}, "is quantised by bitsandbytes, which is not read: use a checkpoint of"),
         ({"quant_method": "exl3"}, "exl3, which is not read"),
         ({"quant_method": "aqlm"}, "aqlm, which is not read"),
+        ({"quant_method": "awq", "bits": 3}, "awq: 3 bits"),
         ({"quant_method": "novel"}, r"unknown quantisation \(novel\)"),
         ("novel", r"unknown quantisation \(novel\)"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "the format marlin-24 is not read"),

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 # quant_method -> module of this package with a function open_format(settings); imported when first used
 FORMATS: dict[str, str] = {
+    "awq": "awq",
     "compressed-tensors": "compressed_tensors",
     "fp8": "fp8",
     "mxfp4": "mxfp4",
 }
-_INSTEAD = "a checkpoint of compressed-tensors, fp8, MXFP4 or GGUF, or one in bfloat16"
+_INSTEAD = "a checkpoint of compressed-tensors, AWQ, fp8, MXFP4 or GGUF, or one in bfloat16"
 _REFUSED = {
-    "bitsandbytes", "exl2", "exl3", "aqlm", "awq", "gptq", "modelopt", "hqq", "quip", "vptq", "spqr", "higgs",
+    "bitsandbytes", "exl2", "exl3", "aqlm", "gptq", "modelopt", "hqq", "quip", "vptq", "spqr", "higgs",
     "torchao", "quanto", "eetq",
 }  # fmt: skip
 
