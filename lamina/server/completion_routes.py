@@ -56,7 +56,7 @@ async def completions(request: Request) -> Response:
     with begin_turn(request, body, len(parts)) as turn, _room(service, len(parts) * params.n, tenant) as ticket:
         cut = service.prompt_processor.truncation_of(body, max_tokens)
         room = TextRoom(request.state.intake, service.tokenizing)
-        prompts = await service.prompt_processor.completions(parts, max_tokens, room, special=special, cut=cut)
+        prompts = await service.prompt_processor.completions(parts, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
         await compile_structure(service.grammars, body, params)
         call = await _call(request, body, asked, prompts, ticket, turn)
@@ -80,7 +80,7 @@ async def chat(request: Request) -> Response:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default shrinks to fit
         special, cut = bool(body.add_special_tokens), service.prompt_processor.truncation_of(body, most)
         room = TextRoom(request.state.intake, service.tokenizing)
-        prompt = await service.prompt_processor.chat(body.messages, most, variables, room, special=special, cut=cut)
+        prompt = await service.prompt_processor.chat(body.messages, variables, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
         await compile_structure(service.grammars, body, params)
         call = await _call(request, body, asked, [replace(prompt, text=echo)], ticket, turn)

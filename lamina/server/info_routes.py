@@ -123,7 +123,7 @@ async def tokenize(request: Request) -> Response:
     room = TextRoom(intake, service.tokenizing)
     if body.messages is not None:
         variables = await prompter.variables(body)
-        ids = (await prompter.chat(body.messages, None, variables, room, special=bool(special), counts=True)).ids
+        ids = (await prompter.chat(body.messages, variables, room, special=bool(special), counts=True)).ids
     else:
         ids = await prompter.encode(body.prompt or "", room, special=special is not False)
     intake.add((TOKEN_NAME if body.return_token_strs else LIST_TOKEN) * len(ids), "the prompt")

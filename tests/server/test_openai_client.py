@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from running import MODEL, ROOT
@@ -48,6 +48,18 @@ def test_a_stream_is_the_whole_in_pieces(openai: OpenAI) -> None:
     assert len({c.id for c in chunks}) == 1
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize("most", [9, 2000, 2048])
+def test_max_tokens_beyond_the_context_is_cut_to_what_fits(openai: OpenAI, most: int) -> None:
+    from openai import BadRequestError
+
+    body: Any = {"model": "tiny", "prompt": [5] * 2040, "extra_body": {"ignore_eos": True}}
+    done = openai.completions.create(max_tokens=most, **body)
+    assert done.usage is not None
+    assert (done.choices[0].finish_reason, done.usage.completion_tokens) == ("length", 8)
+    with pytest.raises(BadRequestError, match="2049 new tokens were asked for"):
+        openai.completions.create(max_tokens=2049, **body)
 
 
 def test_usage_comes_last_where_asked_for(openai: OpenAI) -> None:

@@ -71,13 +71,12 @@ class PromptProcessor:
         if asked > limit:
             text = f"{param} {asked} exceeds the context of {limit} tokens: lower it, or send -1 for as many as fit"
             raise ApiError(400, text, param=param, code="invalid_value")
-        most = limit - (max_tokens or 1)
+        most = max(1, limit - (max_tokens or 1))
         return Truncation(most if asked == -1 else asked, keep_first=body.truncation_side == "right")
 
     async def completions(
         self,
         parts: list[str | list[int]],
-        max_tokens: int | None,
         room: Room,
         *,
         special: bool = True,
@@ -93,7 +92,7 @@ class PromptProcessor:
         def work() -> list[Prompt]:
             prompts = [_shortened(self._prompt(p, special=special), cut) for p in parts]
             for prompt in prompts:
-                self.check(prompt.ids, max_tokens, "prompt")
+                self.check(prompt.ids, "prompt")
             return prompts
 
         async with room(texts):
@@ -134,7 +133,6 @@ class PromptProcessor:
     async def chat(
         self,
         messages: list[Message],
-        max_tokens: int | None,
         variables: dict[str, Any],
         room: Room,
         *,
@@ -155,7 +153,7 @@ class PromptProcessor:
             ids = token_ids(self.tokenizer, text, add_special_tokens=special)
             ids = ids if cut is None else cut.apply(ids)
             if not counts:
-                self.check(ids, max_tokens, "messages")
+                self.check(ids, "messages")
             return ids
 
         try:
@@ -185,14 +183,13 @@ class PromptProcessor:
         self._check_ids(ids, "tokens")
         return await self._run(len(ids), lambda: str(self.tokenizer.decode(ids)))
 
-    def check(self, ids: list[int], max_tokens: int | None, param: str) -> None:
+    def check(self, ids: list[int], param: str) -> None:
         """Raises ApiError for a prompt that cannot be served."""
         limit = self._most
         if not ids:
             raise ApiError(400, f"{param} is empty: it needs at least one token", param=param, code="invalid_value")
-        if len(ids) + (max_tokens or 1) > limit:
-            new = "" if max_tokens is None else f" and {max_tokens} new tokens were asked for"
-            raise context_length_error(limit, f"{param} has {len(ids)} tokens{new}", param)
+        if len(ids) >= limit:  # a max_tokens that does not fit next to the prompt is cut to what fits
+            raise context_length_error(limit, f"{param} has {len(ids)} tokens", param)
         self._check_ids(ids, param)
 
     def _check_ids(self, ids: list[int], param: str) -> None:

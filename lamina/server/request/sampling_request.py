@@ -89,7 +89,7 @@ def _params(
         )
     except ValueError as e:
         raise bad_request(str(e), PARAMS) from e
-    if asked and max_tokens is not None and max_tokens >= ready.max_model_len:
+    if asked and max_tokens is not None and max_tokens > ready.max_model_len:
         raise context_length_error(ready.max_model_len, f"{max_tokens} new tokens were asked for", "max_tokens")
     if params.min_tokens >= ready.max_model_len:
         raise ApiError(400, f"min_tokens {params.min_tokens} exceeds the context", param="min_tokens")

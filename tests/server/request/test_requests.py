@@ -45,7 +45,7 @@ CHAT_ERRORS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {}}}, {"response_format": {"type": "json_object"}},
     {"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"a": 1}}, {"modalities": ["audio"]}, {"audio": {}},
     {"top_logprobs": 2}, {"top_logprobs": 21, "logprobs": True}, {"logprobs": 1}, {"max_completion_tokens": 0},
-    {"max_tokens": 0}, {"max_completion_tokens": 256}, {"messages": [{"role": "user", "content": "x" * 100_000}]},
+    {"max_tokens": 0}, {"max_completion_tokens": 257}, {"messages": [{"role": "user", "content": "x" * 100_000}]},
 ]  # fmt: skip
 
 

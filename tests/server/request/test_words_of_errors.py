@@ -17,14 +17,10 @@ SIGNS = ("this model's maximum context length is", "model's maximum context limi
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        (
-            "completions",
-            {"prompt": [5] * 250, "max_tokens": 7},
-            "prompt has 250 tokens and 7 new tokens were asked for. ",
-        ),
+        ("completions", {"prompt": [5] * 256, "max_tokens": 7}, "prompt has 256 tokens. "),
         ("completions", {"prompt": [5] * 300}, "prompt has 300 tokens. "),
         ("completions", {"prompt": "x" * 100_000}, "prompt has 100000 characters, which cannot fit. "),
-        ("completions", {"prompt": "x", "max_tokens": 256}, "256 new tokens were asked for. "),
+        ("completions", {"prompt": "x", "max_tokens": 257}, "257 new tokens were asked for. "),
         ("chat/completions", {"messages": [{"role": "user", "content": "a b " * 200}]}, "messages has "),
     ],
 )
