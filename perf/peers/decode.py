@@ -242,7 +242,7 @@ def write_gguf(model: Path, file: Path, *, half: bool = False) -> None:
     """The benchmark's Llama as llama.cpp reads it: its names, rotary halves interleaved, words that mean nothing, as
     its server wants some. ``half``: in fp16, which CPUs without AVX512-BF16 multiply faster.
     """
-    import gguf  # type: ignore[import-not-found]
+    import gguf
     import torch
     from safetensors.torch import load_file
 
