@@ -17,7 +17,6 @@ import pytest
 
 from lamina import LLM, SamplingParams, StructuredOutputsParams
 
-pytest.importorskip("llguidance")
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 PROMPT = "class Stack:"
 COMPACT = {"disable_any_whitespace": True}  # else a model of this size takes most of its tokens for spaces

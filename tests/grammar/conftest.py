@@ -12,7 +12,6 @@ from lamina.protocol.control import Vocabulary
 
 MODEL = "examples/tiny_lm/model"
 END = 1
-pytest.importorskip("llguidance")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from lamina.models.tokenizer import load_tokenizer
 from lamina.ops.gemm import get
 
 pytestmark = pytest.mark.no_retry
-gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
 FILES = Path(__file__).resolve().parents[1] / "checkpoints"
 NAMES = sorted(path.stem for path in FILES.glob("*.gguf"))
 BOUND = 1e-4  # of the spread of logits

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 if TYPE_CHECKING:
     from openai import OpenAI
 
-pytest.importorskip("llguidance")
 pytestmark = pytest.mark.timeout(300)
 TALK: Any = [{"role": "user", "content": "Write a class."}]
 SCHEMA = {
