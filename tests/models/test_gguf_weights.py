@@ -19,6 +19,7 @@ from lamina import LLM, SamplingParams
 from lamina.models.checkpoint import find_checkpoint, peek_config
 from lamina.models.errors import ModelError
 from lamina.models.load import load
+from lamina.models.quantization.gguf_weights import weight_names
 from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.models.tokenizer import load_tokenizer
 from lamina.ops.gemm import get
@@ -50,6 +51,23 @@ def test_logits_are_those_of_transformers(name: str, entry: str) -> None:
     known = json.loads((FILES / f"{name}.json").read_text())
     assert worst(loaded.model, known) < BOUND
     assert loaded.eos_token_ids == (159,)
+
+
+# Families whose names differ: experts, a base model without prefix, fused projections.
+FAMILIES = ("llama", "qwen2", "qwen3_moe", "gemma3_text", "gpt2", "bloom", "phi3", "gpt_oss")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_those_that_transformers_finds_in_all_modules(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=2))
+    processor = TENSOR_PROCESSORS.get(family.replace("_", ""), TensorProcessor)(config={})
+    names = get_gguf_hf_weights_map(model, processor)
+    assert len(names) > 10
+    assert weight_names(model, processor) == names
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])

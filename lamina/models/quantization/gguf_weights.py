@@ -99,7 +99,7 @@ def _settings(path: Path, stamp: tuple[int, int, int]) -> dict[str, Any]:
 @lru_cache(maxsize=4)
 def _weights(path: Path, stamp: tuple[int, int, int]) -> tuple[QuantizedTensor, ...]:
     from transformers import AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     reader, settings = _reader(path, stamp), _settings(path, stamp)
     architecture = reader.fields["general.architecture"].contents()
@@ -108,7 +108,7 @@ def _weights(path: Path, stamp: tuple[int, int, int]) -> tuple[QuantizedTensor, 
         model = AutoModelForCausalLM.from_config(read_config(path))
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     try:
-        names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
+        names = weight_names(model, processor)
     except Exception as error:  # any class: the library has its own for architectures that it lacks
         raise UnsupportedModelError(f"{path} is of a kind that transformers cannot read: {one_line(error)}") from error
     owners: dict[str, list[Any]] = {}
@@ -116,6 +116,28 @@ def _weights(path: Path, stamp: tuple[int, int, int]) -> tuple[QuantizedTensor, 
         if (name := names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))) is not None:
             owners.setdefault(name, []).append(tensor)
     return tuple(_weight(name, own, processor, names, shapes.get(name)) for name, own in owners.items())
+
+
+def weight_names(model: Any, processor: Any) -> dict[str, str]:
+    """Return the names of a model's weights by those of a GGUF file, from the tables of transformers.
+
+    transformers asks its tables for the whole model and once more for each of its modules, which takes seconds. Only
+    the base model's names differ from those that the whole model has.
+    """
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    base = model.base_model
+    children = [] if base is model else [(model.base_model_prefix, _Named(base, []))]
+    names: dict[str, str] = get_gguf_hf_weights_map(_Named(model, children), processor)
+    return names
+
+
+class _Named:
+    """The part of a module that transformers reads for the names of its weights."""
+
+    def __init__(self, module: Any, children: list[tuple[str, _Named]]) -> None:
+        self.config, self.state_dict = module.config, module.state_dict
+        self.named_children = lambda: children
 
 
 def _weight(
