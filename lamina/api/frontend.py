@@ -69,6 +69,7 @@ class Frontend:
     defaults: Mapping[str, Any] = MappingProxyType({})  # defaults of SamplingParams
     max_logprobs = MAX_LOGPROBS
     _speller: TokenSpeller | None = None
+    _grammars: GrammarFrontEnd | None = None  # None: there is no tokenizer
 
     def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any]) -> None:
         generation_config = options.pop("generation_config", AUTO)
@@ -96,7 +97,6 @@ class Frontend:
                 self.pools.close()
                 raise
         self.streams = RequestStreams(self.engine)
-        self._grammars: GrammarFrontEnd | None = None
         if self.tokenizer is not None:
             info = self.engine.worker_info
             words = cache(partial(vocabulary_of, self.tokenizer, info.vocab_size, info.eos_token_ids))
