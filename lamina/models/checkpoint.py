@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 from . import gguf_file, quantization
 from .errors import ModelError, UnsupportedModelError
-from .model_files import READ, check_files, entries, one_line, read_json
+from .model_files import READ, check_counts, check_files, one_line, read_json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_TIMEOUT_S = 20.0
-_COUNT = re.compile(r".*(layers?|experts|blocks|depth)")  # of modules that are made one by one
-_MAX_COUNT = 10_000
 _ADAPTER = "adapter_config.json"
 _EXPORT = "hf_quant_config.json"  # of modelopt, which is not read yet
 QUANTIZED = "quantized"
@@ -111,9 +109,7 @@ def _raw_config(directory: Path) -> dict[str, Any]:
         raise ModelError(_other_kind(directory) or f"{directory} is no model directory: it has no config.json")
     raw = read_json(directory / "config.json", "")
     stored_format(directory, raw)
-    for path, value in entries(raw):
-        if _COUNT.fullmatch(path[-1]) and type(value) is int and value > _MAX_COUNT:
-            raise ModelError(f"{directory}/config.json has {'.'.join(path)} {value}: at most {_MAX_COUNT} are made")
+    check_counts(f"{directory}/config.json", raw)
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{directory} is an encoder-decoder: only decoder-only models can be served")
     return raw

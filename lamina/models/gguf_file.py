@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import struct
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,11 @@ from .errors import ModelError, UnsupportedModelError
 from .model_files import one_line
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
+MAX_ENTRIES = 1 << 16  # fields, and tensors
+MAX_ITEMS = 1 << 22  # of all arrays together; a vocabulary has 300,000
+MAX_DIMS, MAX_NUMBERS = 4, 1 << 48  # of a tensor
+_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of a value, by its type
+_STRING, _ARRAY = 8, 9
 
 
 def is_gguf(path: Path) -> bool:
@@ -17,16 +26,92 @@ def is_gguf(path: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raise ModelError unless the file begins as GGUF files do. Imports nothing."""
+    """Raise ModelError unless the counts and sizes in the file's header are those of a file that can be. The package
+    gguf takes them as they are, and would make lists without end. Imports nothing large.
+    """
     try:
         with open(path, "rb") as file:
             head = file.read(len(MAGIC))
+        state = path.stat()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
     if head != MAGIC:
         raise ModelError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}")
     if "-of-" in path.stem:
         raise UnsupportedModelError(f"{path} is a part of a GGUF file: join the parts with llama-gguf-split --merge")
+    _check_header(path, (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _check_header(path: Path, stamp: tuple[int, int, int]) -> None:
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _Header(data).check()
+    except (OSError, ValueError, struct.error) as error:
+        raise ModelError(f"{path} is truncated or corrupt, fetch it again: {one_line(error)}") from error
+
+
+class _Header:
+    """Reads a header once, and keeps nothing."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self._at, self._num_items = data, len(MAGIC), 0
+
+    def check(self) -> None:
+        """Raise ValueError or struct.error for a header that lies."""
+        if self._number("<I") not in (2, 3):
+            raise ValueError("its version is not 2 or 3, in little endian")
+        num_tensors, num_fields = self._number("<Q"), self._number("<Q")
+        if max(num_tensors, num_fields) > MAX_ENTRIES:
+            raise ValueError(f"it has {num_tensors} tensors and {num_fields} fields: at most {MAX_ENTRIES} are read")
+        for _ in range(num_fields):
+            self._skip(self._number("<Q"))
+            self._skip_value(self._number("<I"))
+        for _ in range(num_tensors):
+            self._check_tensor()
+
+    def _check_tensor(self) -> None:
+        self._skip(self._number("<Q"))
+        num_dims = self._number("<I")
+        if not 0 < num_dims <= MAX_DIMS:
+            raise ValueError(f"a tensor has {num_dims} dimensions: 1 to {MAX_DIMS} are read")
+        shape = [self._number("<Q") for _ in range(num_dims)]
+        if not 0 < math.prod(shape) <= MAX_NUMBERS:
+            raise ValueError(f"a tensor is {shape}")
+        self._number("<I")
+        if (offset := self._number("<Q")) > len(self._data):
+            raise ValueError(f"a tensor is at byte {offset}, beyond the file")
+
+    def _skip_value(self, kind: int) -> None:
+        if kind == _ARRAY:
+            kind, count = self._number("<I"), self._number("<Q")
+            self._num_items += count
+            if self._num_items > MAX_ITEMS:
+                raise ValueError(f"its arrays have {self._num_items} values: at most {MAX_ITEMS} are read")
+            if kind != _STRING:
+                self._skip(count * self._bytes_of(kind))
+                return
+            for _ in range(count):
+                self._skip(self._number("<Q"))
+        elif kind == _STRING:
+            self._skip(self._number("<Q"))
+        else:
+            self._skip(self._bytes_of(kind))
+
+    def _bytes_of(self, kind: int) -> int:
+        if kind not in _BYTES:
+            raise ValueError(f"a value is of type {kind}")
+        return _BYTES[kind]
+
+    def _number(self, form: str) -> int:
+        (number,) = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return int(number)
+
+    def _skip(self, nbytes: int) -> None:
+        self._at += nbytes
+        if self._at > len(self._data):
+            raise ValueError(f"it ends at byte {len(self._data)}, and a value at {self._at}")
 
 
 def load_tokenizer(path: Path) -> Any:

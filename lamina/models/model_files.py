@@ -25,6 +25,8 @@ _FOLDERS = ("", "additional_chat_templates")
 MAX_CONFIG = 64 << 20  # bytes; the index of a model of 10^12 parameters has 20 MB
 MAX_VOCABULARY = 512 << 20
 MAX_DEPTH = 64
+_COUNT = re.compile(r".*(layers?|experts|blocks|depth)")  # of modules that are made one by one
+_MAX_COUNT = 10_000
 _LONGEST_CAUSE = 240  # characters
 _CODE, _HUB, _FILE = "its own code", "a model or kernels of a hub", "another file"
 _KEYS = {
@@ -103,6 +105,13 @@ def entries(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield entry
             if isinstance(inner, dict | list) and len(entry[0]) <= MAX_DEPTH:
                 rest.append(entry)
+
+
+def check_counts(where: str, config: dict[str, Any]) -> None:
+    """Raise ModelError if the configuration of ``where`` has more modules than are made."""
+    for path, value in entries(config):
+        if _COUNT.fullmatch(path[-1]) and type(value) is int and value > _MAX_COUNT:
+            raise ModelError(f"{where} has {'.'.join(path)} {value}: at most {_MAX_COUNT} are made")
 
 
 def _check_keys(directory: Path, name: str, value: dict[str, Any], inside: list[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,47 @@ def test_bad_files_are_refused_by_name(tmp_path: Path) -> None:
             load(tmp_path / name)
         assert name in str(refused.value)
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "lie", "words"),
+    [
+        ("tensors", "<Q", 1 << 40, "at most 65536 are read"),
+        ("fields", "<Q", 1 << 40, "at most 65536 are read"),
+        ("items", "<Q", 1 << 60, "at most 4194304 are read"),
+        ("items", "<Q", 1 << 20, "it ends at byte"),
+        ("kind", "<I", 9, "a value is of type 9"),
+        ("dims", "<Q", 1 << 63, "a tensor is "),
+        ("version", "<I", 3 << 24, "its version"),
+    ],
+)
+def test_a_header_that_lies_is_refused_before_anything_is_made_of_it(
+    at: str, form: str, lie: int, words: str, tmp_path: Path
+) -> None:
+    content = bytearray((FILES / "llama_q4_0.gguf").read_bytes())
+    items = content.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 8
+    dims = content.index(b"output.weight") + len("output.weight") + 4
+    places = {"version": 4, "tensors": 8, "fields": 16, "items": items, "kind": items - 4, "dims": dims}
+    struct.pack_into(form, content, places[at], lie)
+    (tmp_path / "lies.gguf").write_bytes(content)
+    for read in (load, find_checkpoint, peek_config, lambda path: load_tokenizer(str(path))):
+        with pytest.raises(ModelError, match=f"is truncated or corrupt, fetch it again: .*{words}"):
+            read(tmp_path / "lies.gguf")
+
+
+@pytest.mark.parametrize(
+    ("field", "lie", "words"),
+    [
+        ("llama.block_count", 1 << 30, "num_hidden_layers 1073741824: at most 10000 are made"),
+        ("llama.attention.head_count", 0, "has no valid configuration"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(field: str, lie: int, words: str, tmp_path: Path) -> None:
+    content = bytearray((FILES / "llama_q4_0.gguf").read_bytes())
+    struct.pack_into("<I", content, content.index(field.encode() + b"\x04") + len(field) + 4, lie)
+    (tmp_path / "lies.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path / "lies.gguf")
 
 
 def test_a_folder_of_files_is_refused_with_the_file_to_give(tmp_path: Path) -> None:

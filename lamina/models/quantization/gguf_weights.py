@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.models.gguf_file import check_file
-from lamina.models.model_files import one_line
+from lamina.models.model_files import check_counts, one_line
 
 from . import QuantizedTensor, Read
 from .gguf_blocks import PACKED, grouped_codes
@@ -35,6 +35,7 @@ def read_config(path: Path) -> Any:
     kind = settings.pop("model_type", None)
     if kind not in CONFIG_MAPPING_NAMES:
         raise UnsupportedModelError(f"{path}: transformers has no architecture {kind!r}")
+    check_counts(str(path), settings)
     try:
         config = AutoConfig.for_model(kind, **settings)
     except Exception as error:  # any class, as architectures have their own checks
