@@ -15,7 +15,9 @@ from lamina.request.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_SPACES = 32  # spaces, tabs and line breaks between two parts of JSON
+MAX_INDENTATION = 32  # spaces or tabs after a line break
+# Between two parts of JSON: as printers of JSON write it. A small model would repeat whitespace to the bound.
+_SPACES = rf"([ \t]|\r?\n[ \t]{{0,{MAX_INDENTATION}}})?"
 
 
 class GrammarError(ValueError):
@@ -45,8 +47,8 @@ def source_of(params: StructuredOutputsParams) -> str:
     try:
         if params.json is not None or params.json_object:
             schema = json.loads(params.json) if isinstance(params.json, str) else {"type": "object"}
-            spaces = {"whitespace_pattern": rf"[ \t\r\n]{{0,{MAX_SPACES}}}"}
-            options: Any = {"whitespace_flexible": False} if params.disable_any_whitespace else spaces
+            spaces: Any = {"whitespace_pattern": _SPACES}
+            options = {"whitespace_flexible": False} if params.disable_any_whitespace else spaces
             return str(LLMatcher.grammar_from_json_schema(schema, overrides={**options, "lenient": False}))
         if params.regex is not None:
             expression = regex_to_lark(_without_anchors(params.regex), "d")  # digits are those of ASCII

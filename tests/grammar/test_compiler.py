@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -46,9 +47,22 @@ def test_anchors_at_the_ends_mean_nothing(compiler: GrammarCompiler, regex: str)
     compiler.compile(source_of(StructuredOutputsParams(regex=regex)))
 
 
-def test_whitespace_is_bounded(compiler: GrammarCompiler, tokenizer: Any) -> None:
-    space = tokenizer.encode(" ", add_special_tokens=False)[0]
-    for asked, most in (({}, 32), ({"disable_any_whitespace": True}, 0)):
-        matcher = compiler.compile(source_of(StructuredOutputsParams(json={"type": "object"}, **asked)))
-        matcher.consume_tokens(tokenizer.encode("{", add_special_tokens=False))
-        assert matcher.validate_tokens([space] * 300) == most
+@pytest.mark.parametrize("asked", [{"json": {"type": "object"}}, {"json_object": True}])
+def test_whitespace_is_a_space_or_a_line_break_with_an_indentation(
+    compiler: GrammarCompiler, tokenizer: Any, asked: dict[str, Any]
+) -> None:
+    def tokens(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return found
+
+    matcher = compiler.compile(source_of(StructuredOutputsParams(**asked)))
+    value = {"a": 1, "b": [{"c": []}, {}]}
+    for text in (json.dumps(value), *(json.dumps(value, indent=indent) for indent in (0, 1, 4, "\t")), '{ "a" : 1 }'):
+        assert matcher.validate_tokens(tokens(text)) == len(tokens(text))
+    (end_of_line,), (space,) = tokens("\n"), tokens(" ")
+    opened = len(tokens("{"))
+    assert matcher.validate_tokens([*tokens("{"), *[end_of_line] * 19]) == opened + 1
+    assert matcher.validate_tokens([*tokens("{"), *[space] * 19]) == opened + 1
+    assert matcher.validate_tokens([*tokens("{"), end_of_line, *[space] * 300]) == opened + 1 + 32
+    compact = compiler.compile(source_of(StructuredOutputsParams(disable_any_whitespace=True, **asked)))
+    assert compact.validate_tokens([*tokens("{"), space]) == opened
