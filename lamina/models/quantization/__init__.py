@@ -74,8 +74,8 @@ def open_format(where: str, settings: Any) -> StoredFormat:
     UnsupportedModelError.
     """
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if not isinstance(settings, dict) or method not in FORMATS:
-        known = f"is quantised by {method}" if method in _REFUSED else f"has an unknown quantisation ({method})"
+    if not isinstance(settings, dict) or not isinstance(method, str) or method not in FORMATS:
+        known = f"is quantised by {method}" if str(method) in _REFUSED else f"has an unknown quantisation ({method})"
         raise UnsupportedModelError(f"{where} {known}, which is not read: use {_INSTEAD}")
     opened: StoredFormat = import_module(f"{__name__}.{FORMATS[method]}").open_format(settings)
     return opened

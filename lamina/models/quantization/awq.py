@@ -44,7 +44,14 @@ def _weight(
     zeros, scales = stored[names[1]], stored[names[2]]
     size, words = weight.shape if len(weight.shape) == 2 else (0, 0)
     groups = scales.shape[0] if scales.shape else 0
-    fits = scales.shape == (groups, 8 * words) and zeros.shape == (groups, words) and groups and size % groups == 0
+    fits = (
+        scales.shape == (groups, 8 * words)
+        and zeros.shape == (groups, words)
+        and groups
+        and words
+        and size
+        and size % groups == 0
+    )
     if not fits or {weight.dtype, zeros.dtype} != {"I32"}:
         raise ModelError(f"{scales.name} {list(scales.shape)} does not fit {weight.name} {list(weight.shape)}")
 

@@ -40,17 +40,21 @@ class CompressedTensors:
     def __init__(self, settings: dict[str, Any]) -> None:
         groups = settings.get("config_groups")
         schemes = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-        names = {settings.get("format"), *(group.get("format") for group in schemes)} - {None}
-        if strange := sorted(str(name) for name in names if name not in _FORMATS):
+        names = {str(each["format"]) for each in (settings, *schemes) if each.get("format") is not None}
+        if strange := sorted(names - _FORMATS):
             raise UnsupportedModelError(
                 f"compressed-tensors: the format {strange[0]} is not read: use pack-quantized, int-quantized, "
                 f"float-quantized, or one of MXFP4 or NVFP4"
             )
-        if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        sparse = settings.get("sparsity_config") or {}
+        if not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense":
             raise UnsupportedModelError("compressed-tensors: sparse weights are not read: use a dense checkpoint")
         if settings.get("transform_config"):
             raise UnsupportedModelError("compressed-tensors: weights with transforms are not read: use one without")
         weights = [w for group in schemes if isinstance(w := group.get("weights"), dict)]
+        for name, value in [(name, w.get(name)) for w in weights for name in ("num_bits", "group_size")]:
+            if value is not None and type(value) is not int:
+                raise ModelError(f"compressed-tensors: {name} of config.json is {value!r}: it must be a whole number")
         self._schemes = {(w.get("num_bits"), w.get("group_size"), bool(w.get("symmetric", True))) for w in weights}
 
     def find(self, stored: Mapping[str, StoredWeight]) -> Iterator[QuantizedTensor]:
@@ -104,23 +108,37 @@ class CompressedTensors:
             )
 
         def codes(read: Read) -> GroupedCodes:
-            scales = _column(check_scales(f"{base}.weight_scale", read(f"{base}.weight_scale")), 2)
-            if len(scales) not in (1, weight.shape[0]) or weight.shape[1] % scales.shape[1]:
-                raise ModelError(f"{base}.weight_scale {list(scales.shape)} does not fit {list(weight.shape)} weights")
+            scales = _scales_of(base, weight.shape, read)
             scales = scales.expand(weight.shape[0], scales.shape[1])
             zeros = f"{base}.weight_zero_point"
             offsets = None
             if zeros in stored:
-                offsets = -scales.float() * _column(read(zeros), 2).float()
+                zero = _column(read(zeros))
+                if zero.shape != scales.shape and zero.numel() != 1:
+                    raise ModelError(f"{zeros} {list(zero.shape)} does not fit {list(scales.shape)} scales")
+                offsets = -scales.float() * zero.float()
                 scales = scales.float()
             return GroupedCodes(read(weight.name), scales.contiguous(), offsets)
 
         return QuantizedTensor(weight.name, weight.shape, parts, lambda read: codes(read).dequantized(), codes)
 
 
-def _column(x: Tensor, ndim: int) -> Tensor:
+def _column(x: Tensor) -> Tensor:
     """Return x [N], [1] or [N, G] with two dimensions."""
-    return x.reshape(-1, 1) if x.dim() < ndim else x
+    return x.reshape(-1, 1) if x.dim() < 2 else x
+
+
+def _scales_of(base: str, shape: tuple[int, ...], read: Read) -> Tensor:
+    """Return the scales [N or 1, G] of a weight [N, K]. Raises ModelError for others."""
+    scales = _column(check_scales(f"{base}.weight_scale", read(f"{base}.weight_scale")))
+    if (
+        scales.dim() > 2
+        or len(scales) not in (1, shape[0])
+        or not all((*shape, *scales.shape))
+        or shape[1] % scales.shape[1]
+    ):
+        raise ModelError(f"{base}.weight_scale {list(scales.shape)} does not fit a weight {list(shape)}")
+    return scales
 
 
 def _integers(base: str, parts: tuple[str, ...], shape: tuple[int, int], bits: int) -> QuantizedTensor:
@@ -129,16 +147,18 @@ def _integers(base: str, parts: tuple[str, ...], shape: tuple[int, int], bits: i
         named = f"{base}.weight_shape"
         if named in parts and not (given := read(named)).is_meta and given.tolist() != [columns, size]:
             raise ModelError(f"{named} is {given.tolist()}, and the packed weight is {[columns, size]}")
-        scales = _column(check_scales(f"{base}.weight_scale", read(f"{base}.weight_scale")), 2)
-        if len(scales) != columns or size % scales.shape[1]:
+        scales = _scales_of(base, shape, read)
+        if len(scales) != columns:
             raise ModelError(f"{base}.weight_scale {list(scales.shape)} does not fit a weight {[columns, size]}")
         numbers = unpack_int32(read(f"{base}.weight_packed"), bits)[:, :size]
         q = numbers if bits == 4 else (numbers.to(torch.int16) - 128).to(torch.int8)
         zeros, offsets = f"{base}.weight_zero_point", None
         if zeros in parts:
             stored = read(zeros)
-            if stored.shape != (ceil(columns * bits / 32), scales.shape[1]):
-                raise ModelError(f"{zeros} {list(stored.shape)} does not fit {list(scales.shape)} scales")
+            if stored.shape != (ceil(columns * bits / 32), scales.shape[1]) or stored.dtype != torch.int32:
+                raise ModelError(
+                    f"{zeros} {stored.dtype} {list(stored.shape)} does not fit {list(scales.shape)} scales"
+                )
             zero = unpack_int32(stored.T, bits).T[:columns].float() - (1 << (bits - 1))
             scales = scales.float()
             offsets = -scales * zero
@@ -158,8 +178,12 @@ def _fp4(base: str, parts: tuple[str, ...], stored: Mapping[str, StoredWeight]) 
         if group == 32:
             scales = powers_of_two(scale.name, read(scale.name))
         else:
-            divisor = check_scales(whole, read(whole)).float()
-            scales = check_scales(scale.name, read(scale.name), zero=True).float() / divisor
+            divisor = check_scales(whole, read(whole))
+            if divisor.numel() != 1:
+                raise ModelError(f"{whole} {list(divisor.shape)} must be one number")
+            by = read(scale.name)
+            scales = check_scales(scale.name, by.float() if scale.dtype == FP8 else by, zero=True).float()
+            scales = scales / divisor.float().reshape(())
         return GroupedCodes(unpack_nibbles(read(packed.name)), scales, values=E2M1)
 
     kept = codes if group == 32 else None

@@ -15,6 +15,9 @@ from lamina.ops.gemm.quantized import GROUPS, INT4, QuantizedWeight
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+_FLOATS = torch.float32, torch.bfloat16, torch.float16  # of scales
+
+
 @dataclass(frozen=True)
 class GroupedCodes:
     """A weight [N, K] = scale * q + offset. ``codes``: int8 q, or uint8 below 16 that stands for ``values[code]``.
@@ -106,7 +109,11 @@ def powers_of_two(name: str, exponents: Tensor) -> Tensor:
 
 
 def check_scales(name: str, scales: Tensor, *, zero: bool = False) -> Tensor:
-    """Return ``scales``. Raises ModelError, naming them, if one is not finite, or is zero unless that is allowed."""
+    """Return ``scales``. Raises ModelError, naming them, if they are no floats of 16 or 32 bits, one is not finite, or
+    is zero unless that is allowed.
+    """
+    if scales.dtype not in _FLOATS:
+        raise ModelError(f"{name} is of {scales.dtype}: scales of fp32, bf16 and fp16 are read")
     if not scales.is_meta:
         if not bool(scales.float().isfinite().all()):
             raise ModelError(f"{name} has a scale that is no finite number: fetch the model again")

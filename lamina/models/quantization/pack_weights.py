@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.models.checkpoint import stored_tensors, stored_weights
-from lamina.models.errors import UnsupportedModelError
+from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.models.gguf_file import is_gguf
 from lamina.models.tensor_parallel_shard import ShardedDim, ShardPlan
 from lamina.models.weight_names import WeightNames
@@ -96,6 +96,8 @@ def _on_meta(directory: Path) -> Read:
 
     def read(name: str) -> Tensor:
         header = headers[name]
+        if header.dtype not in _DTYPES:
+            raise ModelError(f"{name} is {header.dtype}, which is not read: fetch the model again")
         return torch.empty(header.shape, dtype=_DTYPES[header.dtype], device="meta")
 
     return read
