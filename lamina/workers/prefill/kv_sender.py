@@ -45,11 +45,14 @@ class KvSender(MemoryWorkerClient):
 
     def wait_until_stored(self, step: int, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds until the memory worker has stored a step, and return whether it has. Steps
-        are waited for in order. Raises ChannelTimeout if it takes too long, other ChannelErrors, ProtocolError.
+        are waited for in order. Raises ChannelTimeout if it takes too long, TransferError if the
+        memory worker refuses, other ChannelErrors, ProtocolError.
         """
         if self._stored is None or self._stored.number != step:
             self._stored = self._link.expect(Transfer(step, (NOTHING,), self.timeout_s))
         while self._stored.next_part is not None:
+            if self._stored.error is not None:
+                raise self._stored.error
             try:
                 if not self._link.receive_one(HOST, timeout_s):
                     return False

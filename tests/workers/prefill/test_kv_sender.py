@@ -14,7 +14,7 @@ from lamina.netstack import Channel, ChannelTimeout
 from lamina.netstack.checksum import checksum
 from lamina.protocol.codec import TensorSpan
 from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
-from lamina.workers.memory.kv_transfer.transfer_link import MessageType, pack_header
+from lamina.workers.memory.kv_transfer.transfer_link import MessageType, TransferRefusedError, pack_header
 from lamina.workers.prefill.kv_sender import KvSender
 from lamina.workers.runtime import Runtime
 
@@ -108,3 +108,14 @@ def test_a_confirmation_that_cannot_be_is_an_error(lie: tuple[int, bytes, bytes]
         pair.confirm(*lie)
         with pytest.raises(ProtocolError, match=error):
             pair.sender.wait_until_stored(3, SOON_S)
+
+
+def test_a_refused_confirmation_is_an_error_and_no_wait_without_end(pair: Ends) -> None:
+    reason = b"no room"
+    slot = pair.peer.reserve(len(reason), timeout_s=SOON_S)
+    slot.data[:] = reason
+    pair.peer.put_signal(slot, pack_header(MessageType.REFUSED, 0, 5, checksum(reason)))
+    with pytest.raises(TransferRefusedError, match="no room .transfer 5 of memory worker 1"):
+        for _ in range(3):
+            pair.now[0] += 10.0
+            assert not pair.sender.wait_until_stored(5, 0.01)
