@@ -35,9 +35,16 @@ class StructuredOutputsParams:
         if self.json is not None:
             self.json = _schema_text(self.json)
         if self.choice is not None:
-            if not self.choice or not all(isinstance(text, str) and text for text in self.choice):
+            if (
+                not isinstance(self.choice, list | tuple)
+                or not self.choice
+                or not all(isinstance(text, str) and text for text in self.choice)
+            ):
                 raise ValueError("structured_outputs.choice must be a list of texts that are not empty")
             self.choice = list(self.choice)
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(value := getattr(self, name), bool | None):
+                raise ValueError(f"structured_outputs.{name} must be true or false, not {value!r}"[:200])
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):

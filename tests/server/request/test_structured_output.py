@@ -52,6 +52,13 @@ def test_what_they_become(fields: dict[str, Any], expected: dict[str, Any] | Non
         ({"structured_outputs": {"shape": 1}}, "structured_outputs", "structured_outputs has no field 'shape'"),
         ({"structured_outputs": {"compiled": "x"}}, "structured_outputs", "has no field 'compiled'"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "structured_outputs.choice must be a list"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs", "structured_outputs.choice must be a list"),
+        ({"structured_outputs": {"json_object": "x"}}, "structured_outputs", "json_object must be true or false"),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": []}},
+            "structured_outputs",
+            "disable_any_whitespace must be true or false, not []",
+        ),
     ],
 )  # fmt: skip
 def test_refused(fields: dict[str, Any], param: str, text: str) -> None:
