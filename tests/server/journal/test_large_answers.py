@@ -13,6 +13,7 @@ import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class Scored(FakeClient):
         return scored_deltas(key, index, params, len(self.added[key][0]), last=last)
 
 
+@cache
 def scores(number: int) -> msgspec.Raw:
     draw = random.Random(number)
     return encode_scores([(draw.randrange(5, 2000), -10 * draw.random(), n + 1) for n in range(BEST)])
