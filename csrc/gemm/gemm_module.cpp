@@ -143,7 +143,7 @@ PyObject* engine_pack(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 // where there is none like that.
 bool form_of(const unsigned long long* v, Form* form) {
   *form = {v[0], v[1], v[2] != 0, static_cast<Type>(v[3]), v[4] != 0, {}};
-  if ((v[0] != 4 && v[0] != 8) || !v[1] || v[1] % quantized::kCodesTogether || v[3] > 2)
+  if (!quantized::is_known(*form) || v[3] > 2)
     return PyErr_Format(PyExc_ValueError, "no weights of %llu bits by blocks of %llu", v[0], v[1]), false;
   if (v[5]) std::memcpy(form->values, pointer(v[5]), sizeof form->values);
   return true;

@@ -34,6 +34,11 @@ struct Layout {
   std::size_t parameters;  // from a block's parameters to the next ones
 };
 
+// Whether kernels multiply weights of this form.
+inline bool is_known(const Form& form) {
+  return (form.bits == 4 || form.bits == 8) && form.block && form.block % kCodesTogether == 0;
+}
+
 inline std::size_t blocks(const Form& form, std::size_t k_size) { return (k_size + form.block - 1) / form.block; }
 
 inline std::size_t bytes(const Form& form, std::size_t cols, std::size_t k_size) {

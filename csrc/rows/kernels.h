@@ -41,6 +41,7 @@ inline void load(Type type, const char* from, std::int64_t step, float* to, std:
     case Type::kInt:
       each(reinterpret_cast<const std::int64_t*>(from), [](std::int64_t v) { return static_cast<float>(v); });
       break;
+    case Type::kByte: break;
   }
 }
 
@@ -60,7 +61,8 @@ inline void store(Type type, char* to, std::int64_t step, const float* from, std
       each(reinterpret_cast<std::uint16_t*>(to),
            [](float v) { return static_cast<std::uint16_t>(_cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT)); });
       break;
-    case Type::kInt: break;
+    case Type::kInt:
+    case Type::kByte: break;
   }
 }
 

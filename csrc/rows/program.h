@@ -3,13 +3,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "gemm/calls.h"
 
 namespace lamina::rows {
 
-enum class Type : std::uint8_t { kFloat, kBf16, kHalf, kInt };  // the first three as gemm::Type; the last of 64 bits
+// The first three as gemm::Type; kInt has 64 bits. kByte is the type of quantized weights.
+enum class Type : std::uint8_t { kFloat, kBf16, kHalf, kInt, kByte };
 
 constexpr std::size_t kDims = 3, kRegisters = 16, kChunk = 512;
 
@@ -70,7 +72,7 @@ enum class Kind : std::uint8_t { kElements, kMean, kLayerNorm, kLinear, kLookUp,
 // kElements: `steps` for each of sizes[0] x sizes[1] x sizes[2] x inner elements.
 // kMean: of the `inner` elements of view 0, or of what `steps` leave in register n, to view 1. kLayerNorm: of view 0 to view 1, weight view 2, bias view 3 or none.
 // kLinear: x view 0, y view 1, w view 2 [n, inner], bias view 3 or none. It has `sizes[2]` rows for each row. Rows of w
-// are `leading` elements apart, 0 if w is packed. kLookUp: row view 0 of the table view 2, which has `n` rows of `inner`, to view 1.
+// are `leading` elements apart, 0 if w is packed; a quantized w is packed, in `form`. kLookUp: row view 0 of the table view 2, which has `n` rows of `inner`, to view 1.
 // kAddInt: view 0 plus `value` to view 1.
 struct Instruction {
   Kind kind;
@@ -79,6 +81,7 @@ struct Instruction {
   double value;
   std::vector<View> views;
   std::vector<Step> steps;
+  std::optional<gemm::Form> form;
 };
 
 // `slots`: pointer and bytes from row to row of each.

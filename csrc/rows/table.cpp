@@ -2,10 +2,26 @@
 
 #include <atomic>
 
+#include "gemm/quantized.h"
+
 namespace lamina::rows {
 namespace {
 
 constexpr std::int64_t kElementsOfAPiece = 1 << 14;  // a thread is woken for no less
+
+// The form of a quantized weight: nothing, or its numbers.
+std::optional<gemm::Form> read_form(Reader& in) {
+  gemm::Form form{};
+  form.bits = static_cast<std::size_t>(in.next(0, 8));
+  if (!form.bits) return {};
+  form.block = static_cast<std::size_t>(in.next(1, 1 << 20));
+  form.by_channel = in.next(0, 1) != 0;
+  form.scales = static_cast<gemm::Type>(in.next(0, 2));
+  form.offsets = in.next(0, 1) != 0;
+  for (float& value : form.values) value = static_cast<float>(in.real());
+  if (!gemm::quantized::is_known(form)) in.failed = true;
+  return form;
+}
 
 Instruction read_instruction(Reader& in, std::int64_t slots) {
   Instruction each{};
@@ -20,7 +36,7 @@ Instruction read_instruction(Reader& in, std::int64_t slots) {
   for (std::int64_t i = 0; i < views && !in.failed; ++i) {
     View view{};
     view.slot = static_cast<std::int32_t>(in.next(0, slots - 1));
-    view.type = static_cast<Type>(in.next(0, 3));
+    view.type = static_cast<Type>(in.next(0, 4));
     view.offset = in.next(0);
     for (auto& step : view.outer) step = in.next(0);
     view.inner = in.next(0);
@@ -38,16 +54,23 @@ Instruction read_instruction(Reader& in, std::int64_t slots) {
     step.view = static_cast<std::int32_t>(in.next(0, views - 1));
     each.steps.push_back(step);
   }
+  each.form = read_form(in);
+  if (each.form && (each.kind != Kind::kLinear || each.leading)) in.failed = true;
   return each;
 }
 
 // Whether all that an instruction touches of rows lies in them, and its linear layer has one type.
 bool fits(const Instruction& each, const std::vector<std::int64_t>& row_bytes) {
   const auto last = [](std::int64_t size, std::int64_t step) { return static_cast<__int128>(size - 1) * step; };
-  for (const View& view : each.views) {
+  for (std::size_t i = 0; i < each.views.size(); ++i) {
+    const View& view = each.views[i];
     const std::int64_t room = row_bytes[view.slot];
-    if (each.kind == Kind::kLinear && (view.type == Type::kInt || view.type != each.views[0].type)) return false;
-    if (each.kind == Kind::kLinear && !each.leading && view.type != Type::kBf16) return false;  // others are not packed
+    const bool quantized = each.form && i == 2;
+    if (quantized != (view.type == Type::kByte)) return false;
+    if (each.kind == Kind::kLinear && !quantized) {
+      if (view.type == Type::kInt || view.type != each.views[0].type) return false;
+      if (!each.leading && !each.form && view.type != Type::kBf16) return false;  // others are not packed
+    }
     if (!room || each.kind == Kind::kLinear) continue;  // weights; rows of a linear layer have no steps
     __int128 end = last(each.inner, view.inner) + 1;
     for (std::size_t d = 0; d < kDims; ++d) end += last(each.sizes[d], view.outer[d]);
@@ -72,7 +95,8 @@ gemm::Problem problem_of(const Instruction& each, const Slot* slots, std::size_t
           static_cast<std::size_t>(each.n),
           static_cast<std::size_t>(each.inner),
           static_cast<std::size_t>(each.leading),
-          !each.leading};
+          !each.leading,
+          each.form ? &*each.form : nullptr};
 }
 
 struct Job {

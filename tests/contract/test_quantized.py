@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
@@ -281,6 +282,41 @@ def test_a_form_that_no_kernel_has_is_refused() -> None:
     for form in ((5, 32), (4, 0), (4, 12)):
         with pytest.raises(ValueError, match=f"no weights of {form[0]} bits by blocks of {form[1]}"):
             engine.quantized_bytes(4, 96, *form, 0, 0, 0, 0)
+
+
+def test_row_programs_refuse_forms_that_make_no_sense() -> None:
+    from lamina.ops.gemm.native import NativeLinear, native_form
+    from lamina.ops.rows._rows import Program
+    from lamina.ops.rows.instructions import Instruction, View, encode
+
+    backend = NativeLinear(1)
+    form = native_form(backend.pack_quantized(weight(4, 32, 4, 32)).form)
+    x, y, w = (
+        View(slot, dtype, 0, (size,), (1,))
+        for slot, (dtype, size) in enumerate([(torch.float32, 32), (torch.float32, 4), (torch.uint8, 1)])
+    )
+
+    def open_program(each: Instruction) -> Program:
+        return Program(backend.engine, encode(3, [128, 16, 0], [], [each]), "")
+
+    good = Instruction("linear", (32,), views=[x, y, w], n=4, form=form)
+    open_program(good)
+    for wrong in (
+        replace(good, form=form._replace(numbers=(5, *form.numbers[1:]))),
+        replace(good, form=form._replace(numbers=(4, 12, *form.numbers[2:]))),
+        replace(good, form=form._replace(numbers=(*form.numbers[:3], 3, *form.numbers[4:]))),
+        replace(good, form=None),
+        replace(good, leading=32),
+        replace(good, kind="layer_norm"),
+        replace(good, n=5),  # y has 4
+        replace(good, views=[x, replace(y, dtype=torch.bfloat16), w]),
+        replace(good, views=[x, y, replace(w, dtype=torch.float32)]),
+        replace(good, views=[x, replace(y, dtype=torch.uint8), w]),
+    ):
+        with pytest.raises(ValueError, match="of the table makes no sense$"):
+            open_program(wrong)
+    with pytest.raises(ValueError, match="^a weight in the order of torch, which native does not multiply$"):
+        native_form(get("torch", 1).pack_quantized(weight(4, 32, 4, 32)).form)
 
 
 AT_THE_END = """

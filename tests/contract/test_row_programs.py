@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from lamina.converter import Slice, SlicedProgram
 from lamina.ops import gemm, rows
 from lamina.ops.gemm.packing import packed_weights
+from lamina.ops.gemm.quantized import QuantizedWeight
+from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
 from lamina.ops.rows import program as row_program
 from lamina.ops.rows._rows import Chain, Program
 from lamina.ops.rows.instructions import Instruction, Operation, UnsupportedError, View, encode, registers_of
@@ -68,7 +70,11 @@ def taken(captured: SlicedProgram, threads: int = 1, left: int = 0) -> Callable[
     """Binds, as ``bound`` does, a program that is used up."""
     program = rows.bind_rows(captured, gemm.get("native", threads))
     found = program.slices[0]
-    names = [str(n.target) for n in found.module.graph.nodes if n.op == "call_function" and "aten" in str(n.target)]
+    names = [
+        str(n.target)
+        for n in found.module.graph.nodes
+        if n.op == "call_function" and str(n.target).startswith(("aten", "lamina"))
+    ]
     assert len([n for n in names if "sym_size" not in n and "view" not in n]) <= left, names
     return found
 
@@ -394,6 +400,41 @@ def test_packed_weights_change_no_bit_and_are_copies(count: int) -> None:
         assert torch.equal(wanted, got)
     next(w for w in held.values() if w.shape == table.shape).zero_()
     assert not unit(*x)[1].any()  # what is looked up, too, stays where it lies
+
+
+def quantized(cols: int, k: int, bits: int, group: int, scales: torch.dtype, seed: int = 0) -> QuantizedWeight:
+    codes = torch.randint(-128, 128, (cols, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    shape = cols, k // (group or k)
+    offsets = numbers(shape, scales, seed + 1) / 9 if bits == 4 else None
+    return QuantizedWeight(codes if bits == 8 else (codes & 15).byte(), numbers(shape, scales, seed) / 99, offsets)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 0), (8, 128), (8, 0)])
+def test_quantized_products_give_the_bits_of_the_operator(bits: int, group: int, dtype: torch.dtype) -> None:
+    native, b = gemm.get("native", 2), numbers((384,), dtype, 5)
+    w = [quantized(384, 128, bits, group, dtype, 1), quantized(33, 384, bits, group, torch.float32, 3)]
+    (one, first), (two, second) = [native.pack_quantized(each) for each in w]
+
+    def compute(one: Tensor, two: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = F.relu(QUANTIZED_LINEAR_OP(x + x, one, b, first))
+        return QUANTIZED_LINEAR_OP(hidden[..., :384], two, None, second), hidden
+
+    part = Part(compute, [one, two, b])
+    units = rows.bind_rows(exported(part, (numbers((3, 1, 128), dtype),)), native)
+    (chain,) = rows.chain_slices(units).slices
+    assert isinstance(chain, ChainedSlice), "a product was left to torch"
+    for count in (*SIZES, 300):
+        x = numbers((count, 1, 128), dtype, count)
+        hidden = F.relu(native.linear_quantized(x + x, one, b, first))
+        due = native.linear_quantized(hidden, two, None, second), hidden
+        for found in (chain(x), units.slices[0](x)):
+            assert all(torch.equal(*each) for each in zip(found, due, strict=True))
+        exact = F.linear(
+            F.relu(F.linear((x + x).float(), w[0].dequantized(torch.float32), b.float())),
+            w[1].dequantized(torch.float32),
+        )
+        torch.testing.assert_close(due[0].float(), exact, rtol=0.02, atol=0.02 * float(exact.std()))
 
 
 def test_a_weight_written_the_other_way_round() -> None:

@@ -20,10 +20,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lamina.models.convert import convert_model
 from lamina.models.errors import ModelError
 from lamina.models.load import load
 from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.ops.gemm import get
+from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
+from lamina.ops.rows import bind_rows, chain_slices
+from lamina.ops.rows.program import ChainedSlice
 
 pytestmark = pytest.mark.no_retry
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
@@ -59,6 +63,15 @@ def test_logits_are_those_of_the_formats_own_library(name: str, entry: str) -> N
     (w,) = (p for n, p in model.named_parameters() if n == "model.layers.0.input_layernorm.weight")
     w.data[5] += 0.05
     assert worst(model, oracle(name)) > BOUND, "another weight would not be seen"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNPACKED])
+def test_slices_of_packed_layers_are_native_programs(name: str) -> None:
+    backend = get("native", 1)
+    program = bind_rows(convert_model(load(CHECKPOINTS / name, backend=backend).model, max_model_len=64), backend)
+    targets = [node.target for part in program.slices for node in part.module.graph.nodes]
+    assert QUANTIZED_LINEAR_OP not in targets
+    assert all(isinstance(part, ChainedSlice) for part in chain_slices(program).slices)
 
 
 def changed(tmp_path: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:

@@ -119,8 +119,12 @@ class NativeForm(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def native_form(text: str) -> NativeForm:
-    """Return the form that PackedForm.encode has written, as the engine takes it."""
+    """Return the form that PackedForm.encode has written, as the engine takes it. Raises ValueError for the order of
+    another backend.
+    """
     form = PackedForm.decode(text)
+    if form.order != "native":
+        raise ValueError(f"a weight in the order of {form.order}, which native does not multiply")
     values = torch.tensor(form.values)
     scaled = form.group or CHANNEL_BLOCK, int(not form.group), TYPES[form.scales], int(form.has_offsets)
     return NativeForm(form, values, (form.bits, *scaled, values.data_ptr()))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from lamina.ops.gemm.native import native_form
+from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
 
 from .instructions import ROUND, Instruction, Operation, UnsupportedError, View
 from .lowering import Lowering, Rule, check_no_options, name_of
@@ -139,13 +142,33 @@ def _product(self: Lowering, node: fx.Node, x: Any, w: Any, weight: View, b: Any
     if any(d != dtype for d in given) or dtype == torch.int64:
         raise UnsupportedError("a product of several dtypes")
     bias = [self.weight(b)] if b is not None else []
-    if any(v.shape != weight.shape[:1] or not v.is_contiguous or v.offset or v.dtype != dtype for v in bias):
-        raise UnsupportedError("a bias with gaps")
+    _check_bias(bias, weight.shape[0], dtype)
     packed_x, to = self.packed(self.view(x), dtype), self.new(dtype, self.shape_of(node))
     views = [packed_x, to, weight, *bias]
     each = Instruction("linear", packed_x.shape, views=views, n=weight.shape[0], leading=weight.strides[0])
     self.instructions.append(each)
     return to
+
+
+def _quantized_linear(self: Lowering, node: fx.Node, x: Any, w: Any, b: Any, form: str) -> View:
+    try:
+        known = native_form(form)
+    except ValueError as e:
+        raise UnsupportedError(str(e)) from e
+    weight, dtype = self.quantized_weight(w), node.meta["val"].dtype
+    if self.is_static(x) or x.meta["val"].dtype != dtype or self.view(x).shape[-1:] != (known.form.k_size,):
+        raise UnsupportedError("a quantized product of other rows")
+    bias = [self.weight(b)] if b is not None else []
+    _check_bias(bias, known.form.cols, dtype)
+    packed_x, to = self.packed(self.view(x), dtype), self.new(dtype, self.shape_of(node))
+    views = [packed_x, to, weight, *bias]
+    self.instructions.append(Instruction("linear", packed_x.shape, views=views, n=known.form.cols, form=known))
+    return to
+
+
+def _check_bias(bias: Sequence[View], cols: int, dtype: torch.dtype) -> None:
+    if any(v.shape != (cols,) or not v.is_contiguous or v.offset or v.dtype != dtype for v in bias):
+        raise UnsupportedError("a bias with gaps")
 
 
 def _embedding(self: Lowering, node: fx.Node, table: Any, ids: Any, *_: Any) -> View:
@@ -168,5 +191,5 @@ RULES: dict[str, Rule] = {
     **{name: _unary(op) for name, op in UNARY.items()},
     **{name: _binary(name) for name in BINARY},
     "pow": _pow, "gelu": _gelu, "clamp": _clamp, "mean": _mean, "layer_norm": _layer_norm, "linear": _linear,
-    "matmul": _matmul, "embedding": _embedding,
+    "matmul": _matmul, "embedding": _embedding, str(QUANTIZED_LINEAR_OP): _quantized_linear,
 }  # fmt: skip

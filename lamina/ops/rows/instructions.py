@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from lamina.ops.gemm.native import NativeForm
+
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3}
+STORED = {**TYPES, torch.uint8: 4}  # bytes are those of quantized weights
 KINDS = {name: i for i, name in enumerate(("elements", "mean", "layer_norm", "linear", "look_up", "add_int"))}
 OPS = {name: i for i, name in enumerate((
     "load", "store", "add", "sub", "mul", "div", "max", "min", "add_to", "mul_by", "div_by", "neg", "square", "cube",
@@ -82,7 +85,8 @@ class Operation(NamedTuple):
 class Instruction:
     """An instruction on rows. ``views``: in the order of program.h; in an "elements", only its steps have views. A
     "mean" averages the results of its step ``n``, or view 0 if it has no steps. ``shape``: the elements that it walks
-    over. ``leading``: from row to row of a weight; 0 in a "linear" if the weight is packed.
+    over. ``leading``: from row to row of a weight; 0 in a "linear" if the weight is packed. ``form``: of a
+    quantized weight.
     """
 
     kind: str
@@ -92,6 +96,7 @@ class Instruction:
     n: int = 0
     leading: int = 0
     value: float = 0.0
+    form: NativeForm | None = None
 
     @property
     def reads(self) -> set[int]:
@@ -125,13 +130,18 @@ def _encode(each: Instruction) -> list[int]:
     numbers = [KINDS[each.kind], *outer, inner, n, each.leading, _bits(each.value), len(views)]
     for view, steps in zip(views, steps_of, strict=True):
         padded = [0] * (DIMS - len(steps)) + steps
-        numbers += [view.slot, TYPES[view.dtype], view.offset * view.dtype.itemsize, *padded]
+        numbers += [view.slot, STORED[view.dtype], view.offset * view.dtype.itemsize, *padded]
     numbers.append(len(each.steps))
     for i, step in enumerate(each.steps):
         a, b = (registers[n] for n in (step.a, step.b))
         numbers += [OPS[step.op], registers[i], a, b, _bits(step.value), at if step.view else 0]
         at += step.view is not None
-    return numbers
+    return [*numbers, *_form(each.form)]
+
+
+def _form(form: NativeForm | None) -> list[int]:
+    """Return the numbers of a quantized weight's form, with its values in place of their address."""
+    return [0] if form is None else [*form.numbers[:-1], *map(_bits, form.form.values)]
 
 
 def _collapsed(each: Instruction, views: Sequence[View]) -> tuple[list[int], list[list[int]]]:

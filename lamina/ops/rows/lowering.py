@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from lamina.converter.capture import size_expression
 
-from .instructions import ROUND, TYPES, Instruction, Operation, UnsupportedError, View, packed
+from .instructions import ROUND, STORED, TYPES, Instruction, Operation, UnsupportedError, View, packed
 
 OVERLOADS = (
     "default", "Tensor", "Tensor_Scalar", "Scalar", "int", "using_ints", "dim", "self_int", "dtype", "device", "sizes",
@@ -95,8 +95,21 @@ class Lowering:
             raise UnsupportedError("a weight that is computed")
         return view
 
+    def quantized_weight(self, node: Any) -> View:
+        """Return the view of a weight's bytes. Raises UnsupportedError for other operands."""
+        view = self._operand(node)
+        if view.dtype != torch.uint8 or not view.is_contiguous or view.offset:
+            raise UnsupportedError("a quantized weight that is no row of bytes")
+        return view
+
     def view(self, node: Any) -> View:
-        """Return the view of an operand. Raises UnsupportedError if it is no tensor."""
+        """Return the view of an operand. Raises UnsupportedError if it is no tensor of numbers."""
+        view = self._operand(node)
+        if view.dtype not in TYPES:
+            raise UnsupportedError(str(view.dtype))
+        return view
+
+    def _operand(self, node: Any) -> View:
         value = self.values.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(value, View):
             raise UnsupportedError("an operand that is no tensor")
@@ -145,9 +158,9 @@ class Lowering:
         return self.elementwise([Operation("load", view=view)], dtype, self.new(dtype, view.shape))
 
     def _given(self, value: Any, as_it_lies: bool) -> View:
-        if not isinstance(value, Tensor) or value.dtype not in TYPES:
+        with_rows = isinstance(value, Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
+        if not isinstance(value, Tensor) or value.dtype not in (TYPES if with_rows else STORED):
             raise UnsupportedError(f"is given {getattr(value, 'dtype', type(value).__name__)}")
-        with_rows = any(isinstance(n, torch.SymInt) for n in value.shape)
         shape = row_shape(value, self._rows) if with_rows else tuple(value.shape)
         strides = value.stride() if as_it_lies and not with_rows else packed(shape)
         view = View(len(self.slots), value.dtype, 0, shape, tuple(strides))

@@ -35,7 +35,9 @@ RULES = {**arithmetic.RULES, **layout_ops.RULES}
 
 
 class _Product(NamedTuple):
-    """The linear layer that is instruction ``at``. x and y are slots with ``rows`` rows for each row."""
+    """The linear layer that is instruction ``at``, and that torch may do for many rows. x and y are slots with ``rows``
+    rows for each row.
+    """
 
     at: int
     x: int
@@ -102,7 +104,7 @@ class RowUnit:
         table = encode(given, self._row_bytes, self._places, instructions)
         self.program = Program(backend.engine, table, "")
         self._instructions = len(instructions)
-        self._products = [_product(i, each) for i, each in enumerate(instructions) if each.kind == "linear"]
+        self._products = [_product(i, each) for i, each in enumerate(instructions) if _is_plain(each)]
         limits = (backend.max_engine_rows(self._dtypes[p.y]) // p.rows for p in self._products)
         self.most_rows = min(limits, default=sys.maxsize)  # in one native call
         self.results = [UnitTensor(True, v.shape, lowered.slots[v.slot].dtype) for v in lowered.results]
@@ -274,7 +276,7 @@ def _placed(instructions: Sequence[Instruction], given: int, row_bytes: Sequence
 
 def _packed(instructions: Sequence[Instruction], weights: int, backend: LinearBackend) -> dict[int, View]:
     """Return the slots of weights that only products read, all in one way, and mark these products as packed."""
-    products = [each for each in instructions if each.kind == "linear" and each.views[2].slot < weights]
+    products = [each for each in instructions if _is_plain(each) and each.views[2].slot < weights]
     read = [p.views[2] for p in products]
     slots = {w.slot: w for w in read if backend.packed_bytes(w.dtype, *w.shape)}
     for each in instructions:
@@ -285,6 +287,11 @@ def _packed(instructions: Sequence[Instruction], weights: int, backend: LinearBa
         if product.views[2].slot in slots:
             product.leading = 0
     return slots
+
+
+def _is_plain(each: Instruction) -> bool:
+    """Return True for a product whose weight is not quantized."""
+    return each.kind == "linear" and each.form is None
 
 
 def _product(at: int, each: Instruction) -> _Product:
