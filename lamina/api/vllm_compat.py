@@ -49,12 +49,12 @@ _NOTHING: dict[str, str] = {
     "mm_processor_kwargs": _TEXT,
     "mm_processor_cache_gb": _TEXT,
     "allowed_local_media_path": _TEXT,
+    "enable_auto_tool_choice": "tools are always there; --tool-call-parser names their format",
     "max_loras": "there are no adapters here",
     "max_lora_rank": "there are no adapters here",
     "max_cpu_loras": "there are no adapters here",
 }
 _ADAPTER = "merge the adapter into the weights (merge_and_unload of peft), and give that directory as MODEL"
-_TOOLS = "no tools are called here: text comes as the model writes it"
 _OF_MODEL = "give the directory of that revision as MODEL (hf download MODEL --revision REVISION)"
 _WORKERS = "requests go to one engine: start several servers and a load balancer"
 # Option -> the values, in addition to None, that request nothing; its replacement.
@@ -82,8 +82,6 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_transfer_config": (({},), "--kv-offload dir=DIR and --prefill-workers move KV here"),
     "enable_lora": ((False,), _ADAPTER),
     "lora_modules": ((), _ADAPTER),
-    "enable_auto_tool_choice": ((False,), _TOOLS),
-    "tool_call_parser": (("",), _TOOLS),
     "enable_expert_parallel": ((False,), "--tensor-parallel-size shares the weights of experts, too"),
     "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
     "enable_return_routed_experts": ((False,), "no experts are reported"),
@@ -95,7 +93,6 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "download_dir": ((), "set HF_HOME in the environment"),
     "override_generation_config": (({},), "--generation-config takes a directory that has a generation_config.json"),
     "structured_outputs_config": (({},), "outputs follow no grammar or schema here"),
-    "reasoning_parser": (("",), "text comes as the model writes it"),
     "attention_config": (({},), "--attention-backend chooses what computes attention"),
 }  # fmt: skip
 # The same if a pool is on a GPU; otherwise it means nothing.

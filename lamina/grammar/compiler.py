@@ -7,6 +7,7 @@ other package. xgrammar, the alternative, brings triton and ignores some keyword
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from lamina.protocol.control import Vocabulary
@@ -42,22 +43,50 @@ class _Tokens:
 
 def source_of(params: StructuredOutputsParams) -> str:
     """Return structured outputs as llguidance reads them. Raises GrammarError."""
-    from llguidance import LLMatcher, grammar_from, regex_to_lark
+    from llguidance import LLMatcher, grammar_from
 
     try:
+        if params.after:
+            return str(LLMatcher.grammar_from_lark(_after_reasoning(params)))
         if params.json is not None or params.json_object:
-            schema = json.loads(params.json) if isinstance(params.json, str) else {"type": "object"}
-            spaces: Any = {"whitespace_pattern": _SPACES}
-            options = {"whitespace_flexible": False} if params.disable_any_whitespace else spaces
-            return str(LLMatcher.grammar_from_json_schema(schema, overrides={**options, "lenient": False}))
+            return str(LLMatcher.grammar_from_json_schema(_schema_of(params), overrides=_json_options(params)))
         if params.regex is not None:
-            expression = regex_to_lark(_without_anchors(params.regex), "d")  # digits are those of ASCII
-            return str(LLMatcher.grammar_from_lark(f"start: /{expression}/"))
+            return str(LLMatcher.grammar_from_lark(f"start: /{_expression_of(params.regex)}/"))
         if params.choice is not None:
             return str(grammar_from("choice", json.dumps(params.choice)))
         return str(grammar_from("grammar", params.grammar or ""))
     except ValueError as e:
         raise GrammarError(f"structured_outputs: {_line(str(e))}") from e
+
+
+def _schema_of(params: StructuredOutputsParams) -> Any:
+    return json.loads(params.json) if isinstance(params.json, str) else {"type": "object"}
+
+
+def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    spaces = {"whitespace_pattern": _SPACES}
+    return {**({"whitespace_flexible": False} if params.disable_any_whitespace else spaces), "lenient": False}
+
+
+def _expression_of(regex: str) -> str:
+    from llguidance import regex_to_lark
+
+    return str(regex_to_lark(_without_anchors(regex), "d"))  # digits are those of ASCII
+
+
+def _after_reasoning(params: StructuredOutputsParams) -> str:
+    """Return the grammar of any text up to ``after``, and the structure after it. Raises GrammarError."""
+    if params.grammar is not None:
+        raise GrammarError("structured_outputs.grammar cannot follow reasoning: send json, regex or choice")
+    if params.choice is not None:
+        answer = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
+    elif params.regex is not None:
+        answer = f"/{_expression_of(params.regex)}/"
+    else:
+        answer = "%json " + json.dumps({**_schema_of(params), "x-guidance": _json_options(params)})
+    end = re.escape(params.after).replace("/", "\\/")
+    start = f"start: reasoning spaces answer\nreasoning[lazy]: /(.|\\n)*{end}/\nspaces: /[ \\t\\r\\n]{{0,4}}/\n"
+    return f"{start}answer: {answer}\n"
 
 
 class GrammarCompiler:

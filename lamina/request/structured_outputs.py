@@ -22,6 +22,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None  # any JSON object
     structural_tag: str | dict[str, Any] | None = None  # JSON within tags in free text; not served yet
     disable_any_whitespace: bool = False  # JSON without spaces and line breaks between its parts
+    after: str = ""  # it begins after the first such text, the end of reasoning; "": at once
     # The same as the worker's library reads it; None = a front end has not compiled it yet.
     compiled: str | None = None
 

@@ -37,6 +37,7 @@ from .request.unsupported_fields import UnknownFields
 from .response.openai_logprobs import TokenNumbers, TokenTexts
 from .response.openai_shapes import usage_of
 from .server_config import ServerConfig
+from .tool_parsers import parser_of_template
 
 RECOVERING = "recovering"  # a worker was lost and is being replaced; its requests continue after that
 DRAINING = "draining"  # set by the operator, who may undo it
@@ -70,6 +71,7 @@ class Service:
         self.config, self.names, self.root, self.client = config, names, root, client
         self.defaults, self.journal = defaults, journal
         self.created = int(time.time())
+        self.tool_parser = _tool_parser_of(config, tokenizer)
         self.prompt_processor = PromptProcessor(tokenizer, client.ready, renderer, config.chat_template_content_format)
         self.token_texts = TokenTexts(tokenizer)
         ready = client.ready
@@ -126,6 +128,16 @@ class Service:
             text = f"the model {name[:128]!r} does not exist; this server has {self.names[0]!r}"
             raise ApiError(404, text, param="model", code="model_not_found")
         return name or self.names[0]
+
+
+def _tool_parser_of(config: ServerConfig, tokenizer: Any) -> str | None:
+    """Return the name of the parser of the model's own tool calls; None if none is known."""
+    if config.tool_call_parser != "auto":
+        return config.tool_call_parser
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
+    return parser_of_template(template) if isinstance(template, str) else None
 
 
 class Call:

@@ -25,8 +25,10 @@ from .request.prompt_processing import Prompt, echoed_text, split_prompts
 from .request.request_bodies import parse
 from .request.sampling_request import chat_params, completion_params
 from .request.structured_output import compile_structure
+from .request.tool_request import set_tools, tool_use_of, tool_variables
 from .response.answer_memory import answer_costs, reserve_answer
 from .response.event_stream import EventStream, json_response_of, run_until_disconnect
+from .response.message_reader import end_to_await
 from .response.openai_shapes import response_shape
 from .session_routes import begin_turn
 from .tenants import cache_options_of, salt_of
@@ -72,17 +74,31 @@ async def chat(request: Request) -> Response:
     body = await parse(ChatRequest, request)
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready, service.defaults)
-    variables = await service.prompt_processor.variables(body)
+    use = tool_use_of(body, service.tool_parser)
+    set_tools(params, use)
+    variables = await service.prompt_processor.variables(body) | tool_variables(body)
+    reasoning = service.config.reasoning_parser
     salt, by_number = salt_of(request.state.key_id, body.cache_salt), service.config.return_tokens_as_token_ids
     echo = echoed_text(body.messages) if body.echo else ""
-    asked = new_accepted_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number, echo=bool(echo))
+    asked = new_accepted_request(
+        "chatcmpl",
+        name,
+        params,
+        body,
+        salt,
+        tokens_as_ids=by_number,
+        echo=bool(echo),
+        tool_use=use,
+        reasoning=reasoning,
+    )
     with begin_turn(request, body) as turn, _room(service, params.n, tenant) as ticket:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default shrinks to fit
         special, cut = bool(body.add_special_tokens), service.prompt_processor.truncation_of(body, most)
         room = TextRoom(request.state.intake, service.tokenizing)
         prompt = await service.prompt_processor.chat(body.messages, variables, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
-        await compile_structure(service.grammars, body, params)
+        after = "" if not reasoning else end_to_await(reasoning, service.prompt_processor.tokenizer, prompt.ids)
+        await compile_structure(service.grammars, body, params, after=after, of_tools=use is not None)
         call = await _call(request, body, asked, [replace(prompt, text=echo)], ticket, turn)
     return await _answer(request, body, call)
 

@@ -15,6 +15,8 @@ from lamina.scheduler.conductor.overload import NO_LIMITS, OVERLOAD_POLICIES, Sl
 from lamina.scheduler.conductor.routing import POLICIES
 
 from .memory_limits import MemoryLimits, memory_limits
+from .reasoning_parsers import REASONING_PARSERS
+from .tool_parsers import TOOL_PARSERS
 
 
 def option(default: Any, help: str) -> Any:
@@ -97,6 +99,12 @@ class ServerConfig:
     chat_template_content_format: str = option(
         "auto", "what the template gets of a message: string, openai (a list of parts), or auto, the one that it shows"
     )
+    tool_call_parser: str = option(
+        "auto", f"the format of tool calls: {', '.join(TOOL_PARSERS)}, or auto, the one that the chat template shows"
+    )
+    reasoning_parser: str = option(
+        "", f"the format of reasoning, which becomes a field of its own: {', '.join(REASONING_PARSERS)}"
+    )
     template_memory: str = option("256MiB", "memory that the chat template may take for a request; above: status 400")
     max_logit_bias: int = option(300, "tokens in logit_bias")
     header_timeout_s: float = option(10.0, "seconds for a connection to send a request's headers")
@@ -147,6 +155,13 @@ class ServerConfig:
         if self.chat_template_content_format not in (formats := ("auto", "string", "openai")):
             given = self.chat_template_content_format
             raise ValueError(f"--chat-template-content-format must be one of {', '.join(formats)}, not {given!r}")
+        for name, table in (
+            ("tool_call_parser", ("auto", *TOOL_PARSERS)),
+            ("reasoning_parser", ("", *REASONING_PARSERS)),
+        ):
+            if (given := getattr(self, name)) not in table:
+                known = ", ".join(filter(None, table))
+                raise ValueError(f"{flag_name(name)} must be one of {known}, not {given!r}")
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_key.strip())):
             if getattr(self, name) and not keys:
                 raise ValueError(f"{flag_name(name)} is blank: give a key, or leave it out")

@@ -42,6 +42,32 @@ def test_refused_by_name(compiler: GrammarCompiler, asked: dict[str, Any], named
     assert len(str(error.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("asked", "right", "wrong"),
+    [
+        (
+            {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+            '{"a": 1}',
+            '{"a":"',
+        ),
+        ({"regex": "[a-c]/2"}, "b/2", "d"),
+        ({"choice": ['ja "x"', "nein"]}, 'ja "x"', "x"),
+    ],
+)
+def test_a_structure_begins_after_reasoning(asked: dict[str, Any], right: str, wrong: str) -> None:
+    letters = [bytes([i]) for i in range(256)]
+    vocabulary = Vocabulary(tokens=[*letters, b"<end>"], end_token_ids=[256], special_token_ids=[256])
+    source = source_of(StructuredOutputsParams(**asked, after="</think>"))
+    for thought in ("", '<think>\nHm {"b </think\n'):
+        matcher = GrammarCompiler(vocabulary).compile(source)
+        begun = list(f"{thought}</think>\n\n".encode())
+        assert matcher.validate_tokens(begun + list(wrong.encode())) < len(begun) + len(wrong)
+        assert matcher.consume_tokens(begun + list(right.encode()))
+        assert matcher.is_accepting()
+    with pytest.raises(GrammarError, match="cannot follow reasoning"):
+        source_of(StructuredOutputsParams(grammar='start: "a"', after="</think>"))
+
+
 @pytest.mark.parametrize("regex", ["^a+$", "a+", "^a+", "a+$", r"^a+\\$", r"a\$", "a/b\nc"])
 def test_anchors_at_the_ends_mean_nothing(compiler: GrammarCompiler, regex: str) -> None:
     compiler.compile(source_of(StructuredOutputsParams(regex=regex)))

@@ -175,6 +175,8 @@ SERVER_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"root_path": "llm"}, "--root-path must begin with / and not end with it, such as /llm, not 'llm'"),
     ({"root_path": "/llm/"}, "--root-path must begin with / and not end with it, such as /llm, not '/llm/'"),
     ({"metrics_compat": "tgi"}, "--metrics-compat must be vllm or empty, not 'tgi'"),
+    ({"tool_call_parser": "none"}, "--tool-call-parser must be one of auto, qwen3_coder, hermes, "),
+    ({"reasoning_parser": "x"}, "--reasoning-parser must be one of qwen3, deepseek_r1, not 'x'"),
     ({"chat_template_content_format": "parts"}, "--chat-template-content-format must be one of auto, string, openai, not 'parts'"),
     ({"log_level": "loud"}, "--log-level must be one of debug, info, warning, error, not 'loud'"),
     ({"api_key": " , "}, "--api-key is blank: give a key, or leave it out"),

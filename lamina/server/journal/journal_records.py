@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,6 +31,17 @@ class JournalPrompt(msgspec.Struct, frozen=True, array_like=True):
     seed: int  # used by its completions, drawn by the server if the client gave none
 
 
+class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The way in which tool calls are read from a completion. ``parser``: a name of tool_parsers.
+    ``tools``: functions that may be called, with the JSON schemas of their parameters. ``parallel``: there may be
+    several calls.
+    """
+
+    parser: str
+    tools: dict[str, dict[str, Any]]
+    parallel: bool = True
+
+
 class AcceptedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     """A request that will get a reply. A second record for an id starts its reply anew, so a segment can begin with the
     running requests.
@@ -49,6 +60,8 @@ class AcceptedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     salt: bytes = b""  # it shares KV only with requests of the same salt
     priority: int = 0
     discard: TokenRanges = ()  # ranges of prompt tokens whose KV it discards
+    tool_use: ToolUse | None = None  # None: the text is no tool call
+    reasoning: str = ""  # the reasoning parser; "": the text has no reasoning
 
     @property
     def log_name(self) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lamina.request import SamplingParams
 from lamina.scheduler.sessions.token_ranges import parse_ranges
-from lamina.server.journal.journal_records import AcceptedRecord
+from lamina.server.journal.journal_records import AcceptedRecord, ToolUse
 
 from .openai_protocol import Sampling
 
@@ -23,6 +23,8 @@ def new_accepted_request(
     tokens_as_ids: bool = False,
     echo: bool = False,
     only_prompt: bool = False,
+    tool_use: ToolUse | None = None,
+    reasoning: str = "",
 ) -> AcceptedRecord:
     """Return a new request's record, without its prompts. ``model``: the name that its client used. ``salt``: see
     salt_of. ``tokens_as_ids``: used if the request does not set it.
@@ -40,5 +42,7 @@ def new_accepted_request(
         token_ids=bool(body.return_token_ids),
         salt=salt,
         priority=body.priority or 0,
+        tool_use=tool_use,
+        reasoning=reasoning,
         discard=parse_ranges(body.kv_discard or ()),
     )

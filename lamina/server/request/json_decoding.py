@@ -167,7 +167,7 @@ def _of_message(name: str, raw: msgspec.Raw, max_nesting: int, rest: Allowance) 
     data = bytes(raw)
     if name != "content":
         rest.take(raw)
-        return decode_value(f"messages.{name}", data, max_nesting)
+        return decode_value(f"messages.{name}", data, max_nesting, MAX_FIELDS)
     if not data.startswith(b"["):
         return msgspec.json.decode(data, type=str | None)
     return [_part(fields, max_nesting, rest) for fields in _each_message(data)]

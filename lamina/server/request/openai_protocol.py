@@ -42,9 +42,9 @@ def _false_is_none(value: Any) -> Any:
     return None if value is False else value
 
 
-def _not_of_tools(role: str) -> str:
-    if role in ("tool", "function"):
-        raise ValueError(f"{role!r} replies to a tool call, and tools are not supported by this server")
+def _not_function(role: str) -> str:
+    if role == "function":
+        raise ValueError("'function' replies to a call of the old form: send role 'tool' with a tool_call_id")
     return role
 
 
@@ -153,10 +153,37 @@ class TextPart(Strict):
     text: Text | None = None
 
 
+class CalledFunction(Strict):
+    name: Label
+    arguments: Any = None  # a JSON object as text, or the object; see tool_request.py
+
+
+class ToolCall(Strict):
+    id: Label
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Strict):
-    role: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_not_of_tools)]  # the template knows which
+    role: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_not_function)]  # the template knows which
     content: Text | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
     name: Label | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_ITEMS)] | None = None
+    tool_call_id: Label | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None  # the same
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+    description: Text | None = None
+    parameters: Variables | None = None  # a JSON schema
+    strict: Bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
 
 
 class ChatRequest(Sampling):
@@ -167,6 +194,9 @@ class ChatRequest(Sampling):
     add_generation_prompt: Bool | None = None  # default: yes, unless the final message is to be continued
     continue_final_message: Bool | None = None
     echo: Bool | None = None  # the reply begins with the final message, if that is the assistant's
+    tools: Annotated[list[Tool], Field(max_length=MOST_ITEMS)] | None = None
+    tool_choice: str | Variables | None = None  # see tool_request.py
+    parallel_tool_calls: Bool | None = None
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Word | None = None
     generation_config: Any = None  # see generation_config.py

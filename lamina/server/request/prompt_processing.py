@@ -18,6 +18,7 @@ from lamina.server.engine_client.messages import EngineReady
 from lamina.server.errors import ApiError, context_length_error
 
 from .openai_protocol import ChatRequest, Message, Sampling, TokenizeRequest
+from .tool_request import check_history, template_call
 
 T = TypeVar("T")
 Room = Callable[[Iterable[str]], AbstractAsyncContextManager[None]]  # held for texts while they are tokenized
@@ -143,7 +144,8 @@ class PromptProcessor:
         """Return a conversation in the model's template with ``variables`` set. ``special``: add the tokenizer's
         special tokens, too. ``counts``: it may be longer than what can be served. Raises ApiError.
         """
-        conversation = [_plain(m) for m in messages]
+        check_history(messages)
+        conversation = [_plain(m, i) for i, m in enumerate(messages)]
         texts = [text for message in messages for text in _texts_of(message)]
         self._check_chars(sum(map(len, texts)), "messages")
 
@@ -271,8 +273,20 @@ def _texts_of(message: Message) -> list[str]:
     return [part.text or "" for part in message.content]
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message, number: int) -> dict[str, Any]:
     texts = _texts_of(message)
     content = [{"type": "text", "text": text} for text in texts] if isinstance(message.content, list) else texts[0]
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}
+    given: dict[str, Any] = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": _reasoning_of(message),
+    }
+    if message.tool_calls:
+        where = f"messages.{number}.tool_calls"
+        given["tool_calls"] = [template_call(call, f"{where}.{i}") for i, call in enumerate(message.tool_calls)]
+    return {"role": role, "content": content, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _reasoning_of(message: Message) -> str | None:
+    return message.reasoning_content or message.reasoning or None

@@ -18,7 +18,7 @@ from lamina.server.server_config import ServerConfig
 from . import json_decoding
 from .generation_config import fields_of
 from .intake import SMALL, Intake
-from .openai_protocol import PromptCacheOptions
+from .openai_protocol import Message, PromptCacheOptions
 from .unsupported_fields import IGNORED, MESSAGE, PART, STREAM_OPTIONS, UNSUPPORTED, check_neutral
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def _value(name: str, raw: msgspec.Raw, config: ServerConfig, limit: int) -> Any
             return json_decoding.ids(name, raw, limit)
         except msgspec.DecodeError as e:
             raise ApiError(400, f"tokens must be token ids: {e}", param=name, code="invalid_value") from e
-    return json_decoding.decode_value(name, raw, config.max_nesting)
+    most = json_decoding.MAX_FIELDS if name == "tools" else json_decoding.MAX_FIELD
+    return json_decoding.decode_value(name, raw, config.max_nesting, most)
 
 
 def _check_inner(given: dict[str, Any], service: Service) -> None:
@@ -129,7 +130,7 @@ def _check_inner(given: dict[str, Any], service: Service) -> None:
     if isinstance(options := given.get("prompt_cache_options"), dict):
         check(options, PromptCacheOptions.model_fields, {}, "prompt_cache_options.")
     for message in given.get("messages") or ():
-        check(message, ("role", "content", "name"), MESSAGE, "messages.")
+        check(message, Message.model_fields, MESSAGE, "messages.")
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if part["type"] == "text":  # other types are refused elsewhere

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lamina.grammar.front_end import GrammarFrontEnd
@@ -10,9 +11,10 @@ from lamina.request.structured_outputs import StructuredOutputsParams
 from lamina.server.errors import ApiError
 
 from .openai_protocol import Sampling
+from .tool_request import tool_error
 
 FORMAT, OWN = "response_format", "structured_outputs"
-_FIELDS = frozenset(StructuredOutputsParams.__dataclass_fields__) - {"compiled"}
+_FIELDS = frozenset(StructuredOutputsParams.__dataclass_fields__) - {"compiled", "after"}
 _SCHEMA = frozenset({"name", "description", "schema", "strict"})
 
 
@@ -33,14 +35,18 @@ def structure_of(body: Sampling) -> StructuredOutputsParams | None:
         raise _named(body, str(e)) from e
 
 
-async def compile_structure(grammars: GrammarFrontEnd, body: Sampling, params: SamplingParams) -> None:
-    """Compile the structured outputs of ``params``, within a deadline. Raises ApiError that names what is not
-    supported.
+async def compile_structure(
+    grammars: GrammarFrontEnd, body: Sampling, params: SamplingParams, *, after: str = "", of_tools: bool = False
+) -> None:
+    """Compile the structured outputs of ``params``, within a deadline. ``after``: the end of reasoning, after which
+    they begin. ``of_tools``: they are those of calls. Raises ApiError that names what is not supported.
     """
+    if params.structured_outputs is not None and after:
+        params.structured_outputs = replace(params.structured_outputs, after=after)
     try:
         await grammars.fill_async(params)
     except ValueError as e:
-        raise _named(body, str(e)) from e
+        raise (tool_error(str(e)) if of_tools else _named(body, str(e))) from e
 
 
 def _given_format(value: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from lamina.server.errors import ApiError
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -85,18 +86,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 # Fields for a client's own bookkeeping, without an effect on a reply.
-IGNORED = frozenset({"metadata", "parallel_tool_calls", "safety_identifier"})
+IGNORED = frozenset({"metadata", "safety_identifier"})
 # The same for nested objects.
 STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 MESSAGE: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "refusal": ("",),
     "audio": (),
     "annotations": ([],),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
     "thinking_blocks": ([],),
     "provider_specific_fields": ({},),
 }

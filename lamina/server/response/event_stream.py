@@ -76,7 +76,7 @@ def whole_answer(shape: ResponseShape, deltas: Sequence[tuple[int, Delta]], usag
     for number, delta in deltas:
         shape.note(number, delta)
     choices = Rows((shape.full_choice(*one) for one in deltas), 1, sum(_units(delta) for _, delta in deltas), deep=True)
-    return {**shape.head(stream=False), "choices": choices, "usage": usage}
+    return {**shape.head(stream=False), "choices": choices, "usage": usage | shape.usage_details()}
 
 
 def _units(delta: Delta) -> int:
@@ -187,16 +187,20 @@ class EventStream(_StreamedReply):
                         yield piece
                 yield bytes(events) if batch else KEEP_ALIVE
             if self._usage:
-                yield _event({**head, "choices": [], "usage": self._call.usage})
+                yield _event({**head, "choices": [], "usage": self._usage_so_far})
         except ApiError as e:
             yield _event(e.body)
         yield DONE
+
+    @property
+    def _usage_so_far(self) -> dict[str, Any]:
+        return self._call.usage | self._shape.usage_details()
 
     def _chunk(self, head: dict[str, Any], chunk: dict[str, Any], *, begun: bool = True) -> dict[str, Any]:
         """Join ``head`` and ``chunk``, with usage if requested. ``begun``: False until the client has a token."""
         if not self._usage:
             return {**head, **chunk}
-        so_far = self._call.usage
+        so_far = self._usage_so_far
         if not begun:
             so_far = {**so_far, "completion_tokens": 0, "total_tokens": so_far["prompt_tokens"]}
         return {**head, **chunk, "usage": so_far if self._usage_always else None}

@@ -12,7 +12,9 @@ from lamina.server.engine_client.messages import Delta, encode_scores
 from lamina.server.journal.journal_records import AcceptedRecord
 from lamina.server.request.prompt_processing import Prompt
 
+from .message_reader import MessageReader, message_of, prompt_end_of
 from .openai_logprobs import Block, TokenTexts, chat_logprobs, joined_logprobs, prompt_logprobs_of
+from .reasoning_count import ReasoningCount
 from .token_places import Places, places_in_text
 
 NO_SCORES = encode_scores(None)
@@ -39,7 +41,11 @@ class ResponseShape(Protocol):
         ...
 
     def note(self, number: int, delta: Delta) -> None:
-        """Keep the log-probabilities of prompt ``number`` in ``delta``, which the head of a whole reply needs."""
+        """Keep what the head and the usage of a whole reply need of ``delta``, of prompt ``number``."""
+        ...
+
+    def usage_details(self) -> dict[str, Any]:
+        """Return fields of ``usage`` that the text shows."""
         ...
 
 
@@ -103,6 +109,9 @@ class CompletionResponse:
         if delta.prompt_logprobs is not None:
             self._prompt_entries[number] = delta.prompt_logprobs
 
+    def usage_details(self) -> dict[str, Any]:
+        return {}
+
     def _prompt_text(self, number: int) -> str:
         """Return the text of a prompt, with special tokens, as a client's own text has them too. A character that the
         prompt leaves open is a part of the completion's text.
@@ -145,6 +154,11 @@ class ChatResponse:
         self._echo = prompts[0].text if record.echo else ""
         self._entries: list[Raw] | None = None  # log-probabilities of the prompt
         self._places: dict[int, Places] = {}  # of the completions' tokens
+        self._record = record
+        has_parts = record.tool_use is not None or record.reasoning
+        self._prompt_end = prompt_end_of(texts.tokenizer, prompts[0].ids) if has_parts else None
+        self._readers: dict[int, MessageReader] = {}  # of completions whose text has parts
+        self._counts: dict[int, ReasoningCount] = {}
 
     def head(self, *, stream: bool) -> dict[str, Any]:
         if stream:
@@ -165,20 +179,37 @@ class ChatResponse:
 
     def choice(self, number: int, delta: Delta) -> dict[str, Any]:
         self.note(number, delta)
+        return self._choice(delta, *self._read(delta))
+
+    def _read(self, delta: Delta) -> tuple[dict[str, Any], str | None]:
+        """Return what a delta says, and why it is the last one."""
+        reason = delta.finish_reason
+        if self._prompt_end is None:
+            return {"content": delta.text} if delta.text or not reason else {}, reason
+        if delta.index not in self._readers:
+            self._readers[delta.index] = MessageReader(self._record, delta.index, self._prompt_end)
+        reader = self._readers[delta.index]
+        said = reader.delta(delta.text, reason)
+        return said, reader.finish_reason(reason)
+
+    def _choice(self, delta: Delta, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
         return {
             "index": delta.index,
-            "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
+            "delta": said,
             "logprobs": None if delta.logprobs is None else self._logprobs(delta.index, delta.logprobs),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": reason,
             "stop_reason": delta.stop_reason,
             **({"kv_rebuilt": True} if delta.kv_rebuilt else {}),
             **({"token_ids": delta.token_ids} if self._ids else {}),
         }
 
     def full_choice(self, number: int, delta: Delta) -> dict[str, Any]:
-        choice = self.choice(number, delta)
+        said, reason = self._read(delta)
+        choice = self._choice(delta, said, reason)
         del choice["delta"]
-        message = {"role": "assistant", "content": self._echo + delta.text, "refusal": None}
+        message = {"role": "assistant", **message_of(said), "refusal": None}
+        if self._echo:
+            message["content"] = self._echo + (message["content"] or "")
         if choice["logprobs"] is not None:
             choice["logprobs"] |= {"refusal": None}
         return {**choice, "message": message, "token_ids": choice.get("token_ids")}
@@ -186,6 +217,16 @@ class ChatResponse:
     def note(self, number: int, delta: Delta) -> None:
         if delta.prompt_logprobs is not None:
             self._entries = delta.prompt_logprobs
+        if self._record.reasoning and self._prompt_end is not None:
+            if delta.index not in self._counts:
+                ids, tokenizer = self._prompts[0].ids, self._texts.tokenizer
+                self._counts[delta.index] = ReasoningCount(self._record.reasoning, tokenizer, ids, self._prompt_end)
+            self._counts[delta.index].add(delta.token_ids)
+
+    def usage_details(self) -> dict[str, Any]:
+        if not self._record.reasoning:
+            return {}
+        return {"completion_tokens_details": {"reasoning_tokens": sum(c.tokens for c in self._counts.values())}}
 
     def _logprobs(self, index: int, entries: list[Raw]) -> dict[str, Any]:
         if index not in self._places:

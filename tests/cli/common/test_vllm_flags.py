@@ -28,6 +28,8 @@ def test_they_do_the_same_thing_where_it_exists(
     assert found["prefill_chunk"] == 64
     names = ("cuda_graphs", "enable_log_requests", "dtype", "tensor_parallel_size")
     assert [found[name] for name in names] == [False, False, "float16", 2]
+    found = config(capsys, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+    assert (found["tool_call_parser"], found["reasoning_parser"]) == ("hermes", "qwen3")
     own = config(capsys, "--memory-workers", "2", "--served-model-name", "half")
     assert [own[name] for name in names] == [True, True, "auto", 1]
     assert own["served_model_name"] == "half", "a value of another flag"
@@ -55,8 +57,6 @@ def test_names_may_stand_one_behind_the_other(capsys: pytest.CaptureFixture[str]
         (["--pipeline-parallel-size=2"], "--pipeline-parallel-size is not here: --pipeline n rotates n batches"),
         (["--revision", "v1"], "--revision is not here: give the directory"),
         (["--enable-lora"], "--enable-lora is not here: merge the adapter"),
-        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice is not here: no tools are called"),
-        (["--tool-call-parser", "hermes"], "--tool-call-parser is not here: no tools are called"),
         (["--enable-expert-parallel"], "--enable-expert-parallel is not here: --tensor-parallel-size"),
     ],
 )

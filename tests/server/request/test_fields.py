@@ -43,7 +43,7 @@ def refused(path: str, body: dict[str, Any], service: Any = None) -> dict[str, A
         (CHAT, "num_predict", 5, "did you mean max_tokens?"),
         (CHAT, "system", "be brief", "unknown field 'system': leave it out;"),
         (CHAT, "json_mode", True, "unknown field 'json_mode': leave it out;"),
-        (CHAT, "tool", [], "unknown field 'tool': leave it out;"),
+        (CHAT, "tool", [], "did you mean tools?"),
         (COMPLETIONS, "inputs", "x", "did you mean prompt?"),
         (CHAT, "prompt", "x", "unknown field 'prompt'"),
         (CHAT, "suffix", "x", "suffix is not supported by this server: leave it out"),
@@ -58,7 +58,7 @@ def refused(path: str, body: dict[str, Any], service: Any = None) -> dict[str, A
         (COMPLETIONS, "length_penalty", 2, "or send 1"),
         (COMPLETIONS, "num_beams", 4, "or send 1"),
         (COMPLETIONS, "return_hidden_states", True, "or send False"),
-        (CHAT, "tools", [{"type": "function", "function": {"name": "f" * 300}}], "tools is not supported"),
+        (COMPLETIONS, "tools", [{"type": "function", "function": {"name": "f" * 300}}], "tools is not supported"),
         (CHAT, "reasoning_effort", "high", "the model's chat template does not take it"),
         (CHAT, "lora_path", "x", "lora_path is not supported"),
         (CHAT, "stream_options", {"include_usge": True}, "did you mean stream_options.include_usage?"),
@@ -77,7 +77,7 @@ def test_a_field_that_does_nothing_is_refused(path: str, field: str, value: Any,
     ("message", "words"),
     [
         ({"role": "user", "content": "x", "contents": "y"}, "did you mean messages.content?"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages.tool_calls is not supported"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "tool_calls.0.function must be given"),
         ({"role": "user", "content": [{"type": "text", "text": "x", "txet": "y"}]}, "messages.content.text?"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": "x" * 100_000}]}, "'image_url'"),
         ({"role": "user", "content": [[]]}, "Expected `object`"),
@@ -90,7 +90,7 @@ def test_fields_of_messages_are_looked_at_too(message: dict[str, Any], words: st
 def test_unknown_fields_may_be_allowed_and_then_unsupported_ones_are_still_refused() -> None:
     service = make_service(allow_unknown_fields=True)
     assert ask("POST", CHAT, service, json={**TALK, "temprature": 1, "x": [[[]]] * 1000}).status_code == 200
-    assert "tools" in refused(CHAT, {**TALK, "tools": [{}]}, service)["message"]
+    assert "functions" in refused(CHAT, {**TALK, "functions": [{}]}, service)["message"]
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
@@ -171,7 +171,7 @@ def test_what_a_template_takes_reaches_it(fields: dict[str, Any], text: str) -> 
 def test_tools_and_their_choice_are_one_refusal() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     for body in ({"tool_choice": "required", "tools": tools}, {"tools": tools, "tool_choice": "required"}):
-        error = refused(CHAT, {**TALK, **body})
+        error = refused(COMPLETIONS, {**TEXT, **body})
         assert error["param"] == "tools"
         assert error["message"] == "tools is not supported by this server: leave it out, and tool_choice with it"
 

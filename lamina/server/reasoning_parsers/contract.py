@@ -1,0 +1,28 @@
+"""The contract of reasoning parsers: each says for each piece of a completion's text what is reasoning."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class Parts(NamedTuple):
+    """Pieces of text. Both may be empty."""
+
+    reasoning: str
+    answer: str
+
+
+class ReasoningParser(Protocol):
+    """Parses one completion. How its text is divided makes no difference, if pieces are joined. Marks belong to
+    neither part. Spaces around the reasoning are left out.
+    """
+
+    has_ended: bool  # all that follows is the answer
+
+    def push(self, text: str) -> Parts:
+        """Add text, and return what is certain now."""
+        ...
+
+    def finish(self) -> Parts:
+        """Return the rest."""
+        ...

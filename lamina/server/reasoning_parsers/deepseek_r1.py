@@ -1,0 +1,12 @@
+"""Reasoning of DeepSeek R1, which always reasons: the first mark may be left out."""
+
+from __future__ import annotations
+
+from .contract import ReasoningParser
+from .think_tags import END as END
+from .think_tags import ThinkTags
+
+
+def open_parser(prompt_end: str) -> ReasoningParser:
+    """Return a parser for one completion."""
+    return ThinkTags(prompt_end, always=True)

@@ -1,0 +1,42 @@
+"""The contract of tool parsers: each turns the text of a completion into content and tool calls, piece by piece."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class Text(NamedTuple):
+    """Content."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """The beginning of the next call. Arguments that follow are its own."""
+
+    name: str
+
+
+class Arguments(NamedTuple):
+    """The next piece of the call's arguments. All pieces together are a JSON object, if the model wrote one."""
+
+    text: str
+
+
+Event = Text | CallBegin | Arguments
+
+
+class ToolParser(Protocol):
+    """Parses one completion. How its text is divided makes no difference to the events, if pieces are joined.
+
+    No content has a part of a call, and nothing between calls is content. A call whose name never came is content, as
+    the model wrote it, unless the completion was cut off in it. Text that might begin a call is held back.
+    """
+
+    def push(self, text: str) -> list[Event]:
+        """Add text, and return what is certain now."""
+        ...
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Return the rest. ``cut``: a limit has ended the completion, not the model."""
+        ...

@@ -1,0 +1,241 @@
+"""Every tool parser: the text that a model family writes comes back as the message, however it is divided.
+
+The texts are written by hand as the families' chat templates render an assistant's calls.
+
+Covers: lamina/server/tool_parsers/contract.py, lamina/server/tool_parsers/json_text.py,
+lamina/server/tool_parsers/tagged.py, lamina/server/tool_parsers/hermes.py, lamina/server/tool_parsers/qwen3_coder.py,
+lamina/server/tool_parsers/mistral.py, lamina/server/tool_parsers/llama3_json.py,
+lamina/server/tool_parsers/deepseek_v3.py, lamina/server/tool_parsers/pythonic.py.
+"""
+
+# ruff: noqa: RUF001 - the model's marks have wide bars
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from lamina.server.tool_parsers import (
+    FORCED,
+    TOOL_PARSERS,
+    needs_special_tokens,
+    open_parser,
+    parser_of_template,
+)
+from lamina.server.tool_parsers.contract import Arguments, CallBegin, Text
+
+TOOLS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "where": {"type": "object"},
+            "none": {"type": ["string", "null"]},
+        },
+    },
+    "time.now": {"type": "object", "properties": {}},
+}
+Call = tuple[str, dict[str, Any]]
+ONE: list[Call] = [("weather", {"city": "Zürich", "days": 3})]
+HARD: list[Call] = [
+    ("weather", {"city": 'a "b" \\ </tool_cal [x] {y} }]\nz 🙂', "where": {"a": [1, {"b": "}"}], "c": {}}}),
+    ("time.now", {}),
+    ("weather", {"city": "", "exact": True, "none": None}),
+]
+SENTENCE = "I look: a [list], a < b & {so} on."
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def hermes(content: str, calls: list[Call]) -> str:
+    tags = [f'<tool_call>\n{{"name": "{name}", "arguments": {dumps(given)}}}\n</tool_call>' for name, given in calls]
+    return "\n".join([*[content] * bool(content), *tags])
+
+
+def xml_value(value: Any) -> str:
+    return dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def qwen3_coder(content: str, calls: list[Call]) -> str:
+    tags = [
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{xml_value(value)}\n</parameter>\n" for key, value in given.items())
+        + "</function>\n</tool_call>"
+        for name, given in calls
+    ]
+    return "\n".join([*[f"{content}\n"] * bool(content), *tags])
+
+
+def mistral(content: str, calls: list[Call]) -> str:
+    return f"{content}[TOOL_CALLS]" + dumps([{"name": name, "arguments": given} for name, given in calls])
+
+
+def mistral_v11(content: str, calls: list[Call]) -> str:
+    return content + "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(given)}" for name, given in calls)
+
+
+def mistral_v13(content: str, calls: list[Call]) -> str:
+    return content + "".join(f"[TOOL_CALLS]{name}[CALL_ID]abcdefghi[ARGS]{dumps(given)}" for name, given in calls)
+
+
+def llama3_json(content: str, calls: list[Call]) -> str:
+    return "; ".join(f'{{"name": "{name}", "parameters": {dumps(given)}}}' for name, given in calls)
+
+
+def llama3_tag(content: str, calls: list[Call]) -> str:
+    return "<|python_tag|>" + llama3_json(content, calls)
+
+
+def pythonic(content: str, calls: list[Call]) -> str:
+    each = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls]
+    return f"[{', '.join(each)}]"
+
+
+def deepseek_v3(content: str, calls: list[Call]) -> str:
+    each = [
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumps(given)}\n```<｜tool▁call▁end｜>"
+        for name, given in calls
+    ]
+    return f"{content}<｜tool▁calls▁begin｜>" + "\n".join(each) + "<｜tool▁calls▁end｜>"
+
+
+def required(content: str, calls: list[Call]) -> str:
+    return json.dumps([{"name": name, "parameters": given} for name, given in calls], ensure_ascii=False, indent=1)
+
+
+Render = Callable[[str, list[Call]], str]
+FORMS: list[tuple[str, Render]] = [
+    ("hermes", hermes),
+    ("granite4", hermes),
+    ("qwen3_coder", qwen3_coder),
+    ("mistral", mistral),
+    ("mistral", mistral_v11),
+    ("mistral", mistral_v13),
+    ("llama3_json", llama3_json),
+    ("llama3_json", llama3_tag),
+    ("pythonic", pythonic),
+    ("deepseek_v3", deepseek_v3),
+    ("required", required),
+]
+NO_CONTENT = ("llama3_json", "pythonic", "required", "named")  # calls are the whole text
+
+
+def parsed(name: str, pieces: Iterable[str], *, cut: bool = False) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the content, and the calls with their arguments as text."""
+    parser = open_parser(name, TOOLS)
+    content, calls = "", list[tuple[str, str]]()
+    for event in [*(e for piece in pieces for e in parser.push(piece)), *parser.finish(cut=cut)]:
+        if isinstance(event, Text):
+            content += event.text
+        elif isinstance(event, CallBegin):
+            calls.append((event.name, ""))
+        elif isinstance(event, Arguments):
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+    return content, calls
+
+
+def divided(text: str, seed: int) -> list[str]:
+    """Returns the text whole, in single characters, or in random pieces."""
+    if seed < 2:
+        return list(text) if seed else [text]
+    rng = random.Random(seed)
+    cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 30)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def test_every_parser_has_a_text() -> None:
+    assert {name for name, _ in FORMS} | {"named"} == {*TOOL_PARSERS, *FORCED}
+
+
+@pytest.mark.parametrize(("name", "render"), FORMS)
+@pytest.mark.parametrize("calls", [ONE, HARD], ids=["one", "hard"])
+@pytest.mark.parametrize("content", ["", SENTENCE])
+def test_what_a_model_writes_comes_back(name: str, render: Render, calls: list[Call], content: str) -> None:
+    content = "" if name in NO_CONTENT else content
+    text = render(content, calls)
+    for seed in range(40):
+        said, made = parsed(name, divided(text, seed))
+        assert said == content, (seed, text)
+        assert [(called, json.loads(given)) for called, given in made] == calls, (seed, text)
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+@pytest.mark.parametrize(
+    "text", [SENTENCE, "  two\n\nlines \n", "<tool_cat> <| [TOOL", '{"a": 1}', "[1, 2]", '["weather(x=1)"]', "[f(x=1)]"]
+)
+def test_text_without_calls_is_content(name: str, text: str) -> None:
+    for seed in range(20):
+        assert parsed(name, divided(text, seed)) == (text, []), seed
+
+
+@pytest.mark.parametrize(("name", "render"), FORMS)
+def test_a_text_that_is_cut_off_anywhere_shows_no_part_of_a_call(name: str, render: Render) -> None:
+    content = "" if name in NO_CONTENT else "Well."
+    text = render(content, ONE)
+    whole = parsed(name, [text])[1][0][1]
+    for end in range(len(content) + 5, len(text)):
+        said, made = parsed(name, list(text[:end]), cut=True)
+        assert said.strip() == content, text[:end]
+        assert all(called == "weather" and whole.startswith(given) for called, given in made), text[:end]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n["weather"]\n</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("mistral", "[TOOL_CALLS][5]"),
+        ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+        ("pythonic", "[weather(city=open('x'))]"),
+    ],
+)
+def test_a_call_without_a_name_is_content(name: str, text: str) -> None:
+    for seed in range(20):
+        assert parsed(name, divided(text, seed)) == (text, []), seed
+
+
+def test_arguments_stream_before_they_end() -> None:
+    for name, render in FORMS:
+        parser, text = open_parser(name, TOOLS), render("", ONE)
+        early = [event for char in text[:-20] for event in parser.push(char)]
+        expected = 0 if name == "pythonic" else 3
+        assert len([e for e in early if isinstance(e, Arguments)]) >= expected, name
+
+
+def test_arguments_may_come_first_or_as_text() -> None:
+    for given in (
+        '{"arguments": {"days": 1}, "name": "weather"}',
+        '{"name": "weather", "arguments": "{\\"days\\": 1}"}',
+    ):
+        assert parsed("hermes", list(f"<tool_call>{given}</tool_call>")) == ("", [("weather", '{"days": 1}')])
+
+
+def test_named_is_all_arguments() -> None:
+    assert parsed("named", list('{"city": "x"}')) == ("", [("weather", '{"city": "x"}')])
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
+        ("<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "qwen3_coder"),
+        ("{%- if m.tool_calls %}{{ '[TOOL_CALLS][' }}", "mistral"),
+        ("{{'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json'}}", "deepseek_v3"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
+    ],
+)
+def test_a_template_shows_its_parser(template: str, name: str | None) -> None:
+    assert parser_of_template(template) == name
+
+
+def test_special_tokens_are_asked_for_where_marks_are_such_tokens() -> None:
+    assert [needs_special_tokens(name) for name in ("hermes", "mistral", "named")] == [False, True, False]

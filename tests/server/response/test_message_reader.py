@@ -1,0 +1,166 @@
+"""Reasoning and calls that a model writes by itself, through the server's routes: whole, and as a stream.
+
+Covers: lamina/server/response/reasoning_count.py, lamina/server/reasoning_parsers/think_tags.py,
+lamina/server/request/tool_request.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fake import FakeClient, make_service
+from test_layers import ask, error_of
+
+from lamina.request import SamplingParams
+from lamina.server.engine_client.messages import Delta, PromptTimes
+
+CHAT = "/v1/chat/completions"
+TALK: Any = {"messages": [{"role": "user", "content": "hi"}]}
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL: Any = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
+
+
+class Scripted(FakeClient):
+    """Writes a text, character by character, whose tokens are those of the tokenizer."""
+
+    def __init__(self, text: str, reason: str = "stop") -> None:
+        super().__init__()
+        self.text, self.reason = text, reason
+        self.tokenizer: Any = None
+
+    def deltas_of(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
+        ids = self.tokenizer.encode(self.text, add_special_tokens=False)
+        grown = [self.tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
+        deltas = [
+            Delta(key=key, index=index, token_ids=[token], text=grown[n + 1][len(grown[n]) :])
+            for n, token in enumerate(ids)
+        ]
+        deltas[-1].finish_reason, deltas[-1].times = self.reason, PromptTimes(0.0, 0.0, 0.0) if last else None
+        return deltas
+
+
+def ask_both(text: str, reason: str = "stop", *, body: Any, **config: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Returns the whole answer, and the chunks of a stream."""
+    client = Scripted(text, reason)
+    service = make_service(client, **config)
+    client.tokenizer = service.prompt_processor.tokenizer
+    whole = ask("POST", CHAT, service, json={**TALK, **body})
+    assert whole.status_code == 200, whole.text
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    lines = ask("POST", CHAT, service, json={**TALK, **body, **options}).text.split("\n\n")
+    return whole.json(), [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def test_calls_that_the_model_writes() -> None:
+    whole, chunks = ask_both(HERMES, body={"tools": [TOOL]}, tool_call_parser="hermes")
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Well."
+    made = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert made == [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "{}"}]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Well."
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
+    assert [(piece["index"], piece["function"]["name"]) for piece in pieces if "id" in piece] == [(0, "f"), (1, "g")]
+    for index, one in enumerate(made):
+        given = "".join(piece["function"]["arguments"] for piece in pieces if piece["index"] == index)
+        assert given == one["arguments"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_only_the_first_call_where_there_may_be_one() -> None:
+    body = {"tools": [TOOL], "parallel_tool_calls": False}
+    whole, _ = ask_both(HERMES, body=body, tool_call_parser="hermes")
+    assert [call["function"]["name"] for call in whole["choices"][0]["message"]["tool_calls"]] == ["f"]
+
+
+def test_a_call_that_is_cut_off_says_length() -> None:
+    whole, _ = ask_both(HERMES[:50], "length", body={"tools": [TOOL]}, tool_call_parser="hermes")
+    (choice,) = whole["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "Well.")
+    (call,) = choice["message"]["tool_calls"]
+    assert '{"a": 1}'.startswith(call["function"]["arguments"])
+
+
+def test_without_tools_text_stays_text() -> None:
+    for body in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        whole, _ = ask_both(HERMES, body=body, tool_call_parser="hermes")
+        assert whole["choices"][0]["message"]["content"] == HERMES
+        assert whole["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reasoning", "content"),
+    [
+        ("qwen3", "<think>\nHm, a < b.\n\n</think>\n\nYes.", "Hm, a < b.", "Yes."),
+        ("deepseek_r1", "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("deepseek_r1", "<think>\nHm.\n</think>Yes.", "Hm.", "Yes."),
+        ("qwen3", "Yes.", None, "Yes."),
+        ("qwen3", "<thin Yes.", None, "<thin Yes."),
+        ("qwen3", "<think>Hm", "Hm", ""),
+    ],
+)
+def test_reasoning_is_a_field_of_its_own(name: str, text: str, reasoning: str | None, content: str) -> None:
+    whole, chunks = ask_both(text, body={}, reasoning_parser=name)
+    message = whole["choices"][0]["message"]
+    assert (message.get("reasoning"), message.get("reasoning_content")) == (reasoning, reasoning)
+    assert message["content"] == content
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == (reasoning or "")
+    assert "".join(delta.get("content") or "" for delta in deltas) == content
+    used = [answer["usage"]["completion_tokens_details"]["reasoning_tokens"] for answer in (whole, chunks[-1])]
+    total = whole["usage"]["completion_tokens"]
+    assert used[0] == used[1]
+    assert used[0] == 0 if reasoning is None else used[0] == total if not content else 0 < used[0] < total
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function must be given"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type", "tools.0.type must be 'function'"),
+        ({"tools": [TOOL, TOOL]}, "tools", "tools has the function 'f' twice"),
+        ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice", "tool_choice must be none, auto, required or"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice",
+         "tool_choice names 'g', which tools does not have"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ({"tools": [TOOL]}, "tools", "no tool parser reads this model's chat template"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format",
+         "a structure and tools in one request are not supported"),
+        ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]}, "messages",
+         "messages.0.tool_call_id must be the id of a call"),
+        ({"messages": [{"role": "user", "content": "y", "tool_calls": [CALL]}]}, "messages",
+         "messages.0.tool_calls: only the assistant calls tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}]},
+         "messages", "messages.0.tool_calls.0.function.arguments must be a JSON object"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(body: dict[str, Any], param: str, words: str) -> None:
+    response = ask("POST", CHAT, make_service(), json={**TALK, **body})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert error["message"].startswith(words)
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_templates_get_tools_and_arguments_as_objects(arguments: Any) -> None:
+    client = FakeClient()
+    service = make_service(client, tool_call_parser="hermes")
+    tokenizer = service.prompt_processor.tokenizer
+    tokenizer.chat_template = (
+        "{{ tools[0].function.name if tools else '-' }}{% for m in messages %}|{{ m.content }}{{ m.tool_call_id }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments.a }}{% endfor %}{% endfor %}"
+    )
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    talk = [*TALK["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    talk.append({"role": "tool", "tool_call_id": "call-1", "content": "two"})
+    for choice, shown in (("auto", "f"), ("none", "-")):
+        body = {"messages": talk, "tools": [TOOL], "tool_choice": choice}
+        response = ask("POST", CHAT, service, json=body)
+        assert response.status_code == 200, response.text
+        assert tokenizer.decode(client.added[-1][0]) == f"{shown}|hi|f=1|twocall-1"
