@@ -316,6 +316,7 @@ GROUPS: tuple[FlagGroup, ...] = (
             "stop": "max_stop",
             "stop-chars": "max_stop_chars",
             "template-memory": "template_memory",
+            "queued-tokens": "max_num_queued_tokens",
             "logit-bias": "max_logit_bias",
         },
     ),

@@ -109,7 +109,7 @@ class QueueLimit:
         """Check that prompts with so many tokens may wait. Raises ApiError 429."""
         if self._max_tokens and self.tokens and self.tokens + tokens > self._max_tokens:
             what = f"{self.tokens} of at most {self._max_tokens} prompt tokens"
-            self._refuse("tokens", what, "--max-num-queued-tokens")
+            self._refuse("tokens", what, "--limits queued-tokens=")
 
     def _free_shares(self, tenant: bytes) -> int:
         """Return the places of other tenants' shares that they do not use now."""

@@ -175,7 +175,7 @@ class Message(Strict):
 
 
 class Function(Strict):
-    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+    name: Annotated[str, Field(max_length=128, pattern=r"^[\w.:/-]+$")]
     description: Text | None = None
     parameters: Variables | None = None  # a JSON schema
     strict: Bool | None = None
@@ -195,7 +195,7 @@ class ChatRequest(Sampling):
     continue_final_message: Bool | None = None
     echo: Bool | None = None  # the reply begins with the final message, if that is the assistant's
     tools: Annotated[list[Tool], Field(max_length=MOST_ITEMS)] | None = None
-    tool_choice: str | Variables | None = None  # see tool_request.py
+    tool_choice: Word | Variables | None = None  # see tool_request.py
     parallel_tool_calls: Bool | None = None
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Word | None = None

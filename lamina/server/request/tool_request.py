@@ -131,10 +131,12 @@ def check_history(messages: list[Message]) -> None:
     known = set[str]()
     for i, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":
-            raise _error(f"messages.{i}.tool_calls: only the assistant calls tools, not {message.role!r}", "messages")
+            where = f"messages.{i}.tool_calls"
+            raise _error(f"{where}: only the assistant calls tools, not {message.role!r}", where)
         known |= {call.id for call in message.tool_calls or ()}
         if message.role == "tool" and message.tool_call_id not in known:
-            raise _error(f"messages.{i}.tool_call_id must be the id of a call in an earlier message", "messages")
+            where = f"messages.{i}.tool_call_id"
+            raise _error(f"{where} must be the id of a call in an earlier message", where)
 
 
 def template_call(call: ToolCall, where: str) -> dict[str, Any]:

@@ -25,7 +25,8 @@ SERVE = ["serve", "some/model", "--print-config"]
 # Option that had a flag of its own -> the text after the old flag.
 OLD_VALUES = {
     "max_body": "9MiB", "max_nesting": "9", "max_prompts": "9", "max_n": "9", "max_stop": "9", "max_stop_chars": "9",
-    "max_logit_bias": "9", "header_timeout_s": "9", "body_timeout_s": "9", "slow_reader_timeout_s": "9",
+    "max_logit_bias": "9", "max_num_queued_tokens": "9",
+    "header_timeout_s": "9", "body_timeout_s": "9", "slow_reader_timeout_s": "9",
     "sse_keep_alive_s": "9", "health_timeout_s": "9", "slo_ttft": "9s", "slo_tbt": "9ms", "overload": "early",
     "kvcache_balancing_threshold": "9", "journal_size": "9MiB", "kv_budget": "999", "kv_full_layers": "9",
     "kv_sink": "9", "kv_recent": "9", "kv_observation_window": "9", "kv_error_budget": "top1=0.9",

@@ -17,7 +17,10 @@ from lamina.scheduler.sessions.session_turns import TranscriptDigest
 from lamina.server.session_routes import PortedSession
 
 # Trees of any values, whose bytes and depth the decoder bounds: see test_large_bodies.
-TREES = {"generation_config", "chat_template_kwargs.*"}
+TREES = {
+    "generation_config", "chat_template_kwargs.*", "response_format.*", "structured_outputs.*",
+    "messages[].tool_calls[].function.arguments", "tools[].function.parameters.*", "tool_choice.*",
+}  # fmt: skip
 BODIES = {
     "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/sessions/import", "/scale", "/drain",
     "/cordon",

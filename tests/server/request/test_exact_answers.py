@@ -357,7 +357,7 @@ def test_refusals_to_the_word() -> None:
     overload = {"status": 429, "retry_after_s": 1, "type": "rate_limit_error", "param": None, "code": "overloaded"}
     requests = "too many requests are waiting: 1 of at most 3 completions (--max-num-queued-reqs); retry in 1 s"
     assert refused(room.check, 3) == {**overload, "message": requests}
-    tokens = "too many requests are waiting: 100 of at most 100 prompt tokens (--max-num-queued-tokens); retry in 1 s"
+    tokens = "too many requests are waiting: 100 of at most 100 prompt tokens (--limits queued-tokens=); retry in 1 s"
     assert refused(room.check_tokens, 1) == {**overload, "message": tokens}
     room.check(2)
     assert refused(room.check, 6) == {
