@@ -92,7 +92,7 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "hf_token": ((True,), "set HF_TOKEN in the environment"),
     "download_dir": ((), "set HF_HOME in the environment"),
     "override_generation_config": (({},), "--generation-config takes a directory that has a generation_config.json"),
-    "structured_outputs_config": (({},), "outputs follow no grammar or schema here"),
+    "structured_outputs_config": (({},), "llguidance compiles structured outputs, without settings"),
     "attention_config": (({},), "--attention-backend chooses what computes attention"),
 }  # fmt: skip
 # The same if a pool is on a GPU; otherwise it means nothing.
