@@ -175,7 +175,7 @@ SERVER_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"root_path": "llm"}, "--root-path must begin with / and not end with it, such as /llm, not 'llm'"),
     ({"root_path": "/llm/"}, "--root-path must begin with / and not end with it, such as /llm, not '/llm/'"),
     ({"metrics_compat": "tgi"}, "--metrics-compat must be vllm or empty, not 'tgi'"),
-    ({"tool_call_parser": "none"}, "--tool-call-parser must be one of auto, qwen3_coder, hermes, "),
+    ({"tool_call_parser": "none"}, "--tool-call-parser must be one of auto, qwen3_coder, hermes, granite4, mistral, deepseek_v3, llama3_json, pythonic, not 'none'"),
     ({"reasoning_parser": "x"}, "--reasoning-parser must be one of qwen3, deepseek_r1, not 'x'"),
     ({"chat_template_content_format": "parts"}, "--chat-template-content-format must be one of auto, string, openai, not 'parts'"),
     ({"log_level": "loud"}, "--log-level must be one of debug, info, warning, error, not 'loud'"),
@@ -197,8 +197,8 @@ SERVER_REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 # Of flags that set several options: one of these options, the text after the flag, and the line.
 FLAGS_REFUSED: list[tuple[str, str, str]] = [
-    ("max_n", "m=3", "--limits m: there is no such key; its keys are body, body-total, answer-total, nesting, prompts, n, stop, stop-chars, template-memory, logit-bias (a comma of a value is written \\,)"),
-    ("max_n", "n=3,stop_char=3", "--limits stop-char: there is no such key; did you mean stop-chars? its keys are body, body-total, answer-total, nesting, prompts, n, stop, stop-chars, template-memory, logit-bias"),
+    ("max_n", "m=3", "--limits m: there is no such key; its keys are body, body-total, answer-total, nesting, prompts, n, stop, stop-chars, template-memory, queued-tokens, logit-bias (a comma of a value is written \\,)"),
+    ("max_n", "n=3,stop_char=3", "--limits stop-char: there is no such key; did you mean stop-chars? its keys are body, body-total, answer-total, nesting, prompts, n, stop, stop-chars, template-memory, queued-tokens, logit-bias"),
     ("max_n", "n", "--limits n has no value: write n=VALUE, or leave it out"),
     ("max_n", "n= ", "--limits n= has no value: write n=VALUE, or leave it out"),
     ("max_n", "n=3,n=3", "--limits n= is given twice: leave one out"),
