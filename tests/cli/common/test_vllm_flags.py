@@ -78,7 +78,10 @@ def test_a_field_of_a_configuration_is_refused_as_all_of_it(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main([*SERVE, "--structured-outputs-config.backend", "xgrammar"])
     said = capsys.readouterr().err
-    assert "--structured-outputs-config.backend is not here: llguidance compiles structured outputs, without settings" in said
+    assert (
+        "--structured-outputs-config.backend is not here: llguidance compiles structured outputs, without settings"
+        in said
+    )
 
 
 def test_some_mean_nothing_here_and_are_taken_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
