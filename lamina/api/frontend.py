@@ -116,7 +116,7 @@ class Frontend:
             raise ValueError("bad_words and bad_words_token_ids say the same of other tokens: leave one out")
         if params.bad_words and self.tokenizer is not None:
             params.bad_words_token_ids = bad_words_ids(self.tokenizer, params.bad_words)
-        if self._grammars is not None:
+        if params.structured_outputs is not None and self._grammars is not None:
             self._grammars.fill(params)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-self._num_kept_prompt_tokens(params) :]

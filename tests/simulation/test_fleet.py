@@ -242,7 +242,7 @@ def test_kv_comes_back_by_parity_in_however_many_messages(mistake: str, monkeypa
     monkeypatch.setattr(block_parts, "PART_BYTES", 1)
     if mistake:
         monkeypatch.setattr(parity_rebuild, "distinct_blocks", blocks_of_each)
-    assert is_broken(check_fleet, planned_fleet(9)) == bool(mistake)
+    assert is_broken(check_fleet, planned_fleet(191)) == bool(mistake)
 
 
 def test_a_fork_that_is_further_than_its_source_behind_a_loss() -> None:
@@ -338,7 +338,7 @@ MISTAKES: dict[str, tuple[Mistake, int]] = {
     "the last tokens are kept": (OF_THE_ENGINE["num_output_placeholders"], 1),
     "no truncation": (replacing(KvStore, "reconcile", lambda self, keep: None), 0),
     "a block is used twice": (OF_THE_ENGINE["shared blocks"], 13),
-    "a delta twice": (OF_THE_ENGINE["a delta twice"], 27),
+    "a delta twice": (OF_THE_ENGINE["a delta twice"], 47),
     "a Halt is ignored": (replacing(MemoryServer, "on_message", deaf_to_halts), 0),
     "steps are sent again": (steps_sent_again, 0),
 }
