@@ -161,4 +161,4 @@ def test_no_thread_and_no_descriptor_is_left(
     assert len(os.listdir("/proc/self/fd")) > files
     assert [ended(worker, b"lines") for worker in workers] == [0] * 4
     del workers
-    wait_until(lambda: threading.active_count() == threads)
+    wait_until(lambda: threading.active_count() <= threads)
