@@ -32,7 +32,7 @@ _PUBLIC = {
     "CompletionOutput": "request",
     "wrap": "api.wrapped",
 }
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "LLM",
     "AsyncLLM",

@@ -53,11 +53,6 @@ COMMANDS = {
     "kv": ("cli.operate.kv", "show the contents of a directory of stored KV, verify it, or purge it"),
     "explain": ("tools.explain", "show how a model is cut: slices, bytes across each cut, messages"),
 }
-RENAMED = {  # before -> now
-    "simulate": "plan simulate",
-    "plan-pipeline": "plan, which models batches that rotate",
-    "reproduce": "python perf/model_figures.py, in the sources",
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,8 +80,6 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"lamina {__version__}")
     if (two := " ".join(argv[:2])) in COMMANDS:
         argv = [two, *argv[2:]]
-    if argv and (now := RENAMED.get(argv[0])):
-        parser.error(f"{argv[0]} is now {now}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
     for name, (module, help) in COMMANDS.items():

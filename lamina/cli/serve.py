@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lamina.config.conflicts import PREFILL_POLICY, need_text
-from lamina.config.flag_groups import GROUP_OF, OLD_FLAGS, OLD_NAMES_GO, flag_name
+from lamina.config.flag_groups import GROUP_OF, flag_name
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import parse_seconds
 from lamina.facts.host_memory import memory_bytes
@@ -29,7 +29,7 @@ from lamina.utils.background_thread import LowPriorityCall
 
 from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
-from .common.group_flags import FlagValue, RenamedSwitch, add_groups, add_old_flags
+from .common.group_flags import FlagValue, add_groups
 from .common.parser import Parser
 from .common.preflight import check, workers_that_would_start
 
@@ -71,21 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parse, default, help = values[name]
         kind: dict[str, Any] = {"type": parse}
         if parse is bool:
-            kind = {"action": RenamedSwitch if name in OLD_FLAGS.values() else argparse.BooleanOptionalAction}
+            kind = {"action": argparse.BooleanOptionalAction}
         groups[name].add_argument(flag_name(name), default=default, help=f"{help} (default: {default})", **kind)
-    add_old_flags(parser, values)
     add_config_flag(parser)
     add_engine_flags(parser, [name for name in OPTIONS if name != "decode_only"])
-    parser.add_argument("--decode-only", action=_Elsewhere, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-
-
-class _Elsewhere(argparse.Action):
-    """Sets an option that another command has, for as long as old names of flags are taken."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, text: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, True)
-        words = "is a flag of `bench decode` and `generate`, and an option of LLM"
-        say(f"{option_string} {words}: serve takes it until version {OLD_NAMES_GO}", logging.WARNING)
+    parser.set_defaults(decode_only=False)  # known to --config, since --print-config writes it
 
 
 def _seconds(text: str) -> float:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 
-from lamina.config.flag_groups import OLD_NAMES_GO
 from lamina.executor.hosts.cluster_file import is_local, look_up
 from lamina.executor.launchers.static_agent import ANY, ROLES, StaticWorkerSpec, run_agent
 from lamina.netstack.contract.channel_terms import check_name
@@ -25,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME@HOST:PORT",
         help="the driver, as its printed command has it",
     )
-    parser.add_argument("--driver-name", default="", help=argparse.SUPPRESS)  # an old name
     parser.add_argument(
         "--host",
         default="",
@@ -43,12 +40,6 @@ def run(args: argparse.Namespace) -> int:
     if match is None:
         raise ValueError(f"{args.worker} is no worker: name one of {', '.join(ROLES)}, or memory-0")
     name, _, place = args.driver.rpartition("@")
-    if args.driver_name and not name:
-        name = args.driver_name
-        print(
-            f"--driver-name {name} is --driver {name}@{place} now: the old name goes in version {OLD_NAMES_GO}",
-            file=sys.stderr,
-        )
     host, _, port = place.rpartition(":")
     if not (name and host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ValueError(f"--driver must be NAME@HOST:PORT, such as team-a@10.0.0.1:7000, not {args.driver!r}")

@@ -15,7 +15,6 @@ from typing import Any
 
 from lamina.utils.yaml_file import read_yaml, yaml_table
 
-OLD_NAMES_GO = "0.2.0"  # the version that takes no old names
 ERROR_BUDGET = "top1=0.1,kl=0.1,shadow=0.05"  # what `default` means, as text of kv_error_budget
 
 
@@ -427,16 +426,6 @@ GROUPS: tuple[FlagGroup, ...] = (
 # Options whose flag has another name than their keyword of LLM: the name that vLLM has for it.
 RENAMED_FLAGS = {"attention": "--attention-backend", "kv_memory": "--kv-cache-memory-bytes"}
 GROUP_OF = {option: group for group in GROUPS for option in group.options}
-OLD_OPTIONS = {"kv_window": "kv_observation_window"}  # old name of an option -> its name
-_FORMER = {option: old for old, option in OLD_OPTIONS.items()}
-# Old flag -> the option that it sets.
-OLD_FLAGS: dict[str, str] = {
-    old: option
-    for option in (*GROUP_OF, *RENAMED_FLAGS)
-    if (old := "--" + _FORMER.get(option, option).replace("_", "-"))
-    != (GROUP_OF[option].flag if option in GROUP_OF else "")
-    and option not in ("body_total", "answer_total", "template_timeout_s", "template_memory")  # which never were flags
-} | {"--page": "dashboard", "--log-requests": "enable_log_requests"}
 
 
 def flag_name(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from .engine_config import EngineConfig
-from .flag_groups import OLD_OPTIONS, flag_name
+from .flag_groups import flag_name
 from .option import Option, options_of
 from .resolve import check_compatible
 
@@ -28,9 +28,6 @@ def make_config(options: Mapping[str, Any]) -> EngineConfig:
     """An EngineConfig of keyword options. Raises ValueError, naming the option or its flag, for an unknown name, for
     a value that an option cannot have, and for options that do not go together.
     """
-    if both := next((old for old, name in OLD_OPTIONS.items() if {old, name} <= options.keys()), None):
-        raise ValueError(f"{both} is an old name of {OLD_OPTIONS[both]}: leave it out")
-    options = {OLD_OPTIONS.get(name, name): value for name, value in options.items()}
     unknown = sorted(set(options) - set(OPTIONS))
     if gone := next((name for name in unknown if name in REMOVED_OPTIONS), None):
         raise ValueError(f"{flag_name(gone)} is no option any more: {REMOVED_OPTIONS[gone]}")

@@ -526,13 +526,6 @@ def _children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def test_an_old_name_of_its_name_is_taken_with_the_new_one(key_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["worker", "memory", "--driver", "h:1", "--driver-name", "x", "--dry-run"]) == 0
-    said = capsys.readouterr()
-    assert said.out == "would come to the driver at h:1 for memory\n"
-    assert said.err.startswith("--driver-name x is --driver x@h:1 now: the old name goes in version ")
-
-
 def test_all_options_of_it_are_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,15 +12,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from packaging.version import Version
 
-from lamina import __version__
 from lamina.config.flag_groups import (
     ERROR_BUDGET,
     GROUP_OF,
     GROUPS,
-    OLD_FLAGS,
-    OLD_NAMES_GO,
     FileFlag,
     FlagGroup,
     ModeFlag,
@@ -130,14 +126,8 @@ def test_each_option_is_set_by_one_flag() -> None:
     assert len(GROUP_OF) == sum(len(group.options) for group in GROUPS)
     flags = [group.flag for group in GROUPS]
     assert len({*flags}) == len(flags)
-    assert not {*flags} & {*OLD_FLAGS}
     keys = [key for group in GROUPS if not isinstance(group, FileFlag) for key in group.keys]
     assert all(re.fullmatch("[a-z][a-z0-9-]*", key) for key in keys)
-
-
-def test_old_names_go_in_the_next_version() -> None:
-    """When this is red: remove OLD_FLAGS, what reads it, and the tests of old names."""
-    assert Version(__version__) < Version(OLD_NAMES_GO)
 
 
 def test_groups_set_options_that_there_are() -> None:
@@ -145,7 +135,6 @@ def test_groups_set_options_that_there_are() -> None:
 
     known = {*OPTIONS, *ServerConfig.__dataclass_fields__}
     assert {name for group in GROUPS for name in group.options} <= known
-    assert {*OLD_FLAGS.values()} <= known
 
 
 SCALARS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("ab:, {}'").filter(str.strip)

@@ -14,9 +14,11 @@ from running import certificate
 from sockets import FOREVER, GOOD, Later, answer, post, run, serving
 from test_flow import until
 
+from lamina import __version__
 from lamina.server.middleware.http_connection import MAX_HEADERS, MAX_WAITING
 
 pytestmark = pytest.mark.timeout(60)
+VERSION = json.dumps({"version": __version__}, separators=(",", ":")).encode()
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 UPGRADE = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAA\r\n"
 CHUNKED = b"Host: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -287,7 +289,7 @@ def test_many_requests_in_one_go_are_answered_in_order() -> None:
             reader, writer = await place.connect((post(GOOD) + GET) * count)
             for _ in range(count):
                 assert json.loads((await answer(reader))[1])["usage"]["completion_tokens"] == 2
-                assert (await answer(reader))[1] == b'{"version":"0.1.0"}'
+                assert (await answer(reader))[1] == VERSION
             writer.close()
 
     run(work())
@@ -307,7 +309,7 @@ def test_one_read_brings_no_more_requests_than_may_wait(one: bytes) -> None:
             connection.data_received(one * 5000)
             assert len(connection.pipeline) == waiting == MAX_WAITING + 1
             for _ in range(1 + MAX_WAITING):
-                assert (await answer(reader))[1] == b'{"version":"0.1.0"}'
+                assert (await answer(reader))[1] == VERSION
             status, body = await answer(reader)
             assert status == "HTTP/1.1 429 Too Many Requests"
             assert json.loads(body)["error"]["message"] == (

@@ -14,10 +14,6 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"memory_workers": "2"}, "--memory-workers must be of type int, not '2'"),
     ({"memory_workers": 2.0}, "--memory-workers must be of type int, not 2.0"),
     ({"memory_workers": True}, "--memory-workers must be of type int, not True"),
-    (
-        {"kv_window": 8, "kv_observation_window": 8},
-        "kv_window is an old name of kv_observation_window: leave it out",
-    ),
     ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be at least 1, not 0"),
     ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1, not 0"),
     ({"prefill_chunk": 0}, "--prefill-chunk must be at least 1, not 0"),

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from lamina.config.flag_groups import OLD_OPTIONS, RENAMED_FLAGS
+from lamina.config.flag_groups import RENAMED_FLAGS
 from lamina.utils.yaml_file import read_yaml
 
 FLAG = "--config"
 _HIDDEN = "***"  # a key, as --print-config prints it
-_BY_FLAG = {flag.strip("-").replace("-", "_"): option for option, flag in RENAMED_FLAGS.items()} | OLD_OPTIONS
+_BY_FLAG = {flag.strip("-").replace("-", "_"): option for option, flag in RENAMED_FLAGS.items()}
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def read_config(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     """Make the values of the file that ``args`` name the defaults of ``parser``. Ends the program with one line if the
     file cannot be read, or has an option that the command does not have.
     """
-    actions = {action.dest: action for action in reversed(parser._actions)}  # old flags come last
+    actions = {action.dest: action for action in parser._actions}
     if FLAG.strip("-") not in actions:
         return
     path = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

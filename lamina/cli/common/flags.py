@@ -16,7 +16,7 @@ from lamina.config.option import Option
 from lamina.executor.hosts.cluster_file import is_file
 from lamina.observe.log_lines import say
 
-from .group_flags import FlagValue, RenamedFlag, add_groups, add_old_flags
+from .group_flags import FlagValue, add_groups
 
 SUBJECTS = {  # part of an EngineConfig -> title of its flags
     "model": "model", "kv": "KV cache", "batching": "batching", "topology": "workers", "devices": "devices",
@@ -38,11 +38,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tu
         default = {(): "", None: "unset"}.get(option.default, option.default)
         help, kind = f"{option.help} (default: {default})", _kind(option)
         if option.name in RENAMED_FLAGS:
-            kind |= {"action": RenamedFlag, "metavar": flag_name(option.name).strip("-").replace("-", "_").upper()}
+            kind["metavar"] = flag_name(option.name).strip("-").replace("-", "_").upper()
         groups[titles[option.name]].add_argument(
             flag_name(option.name), dest=option.name, default=option.default, help=help, **kind
         )
-    add_old_flags(parser, values)
     for name in REMOVED_OPTIONS:
         parser.add_argument(flag_name(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name in PASTED:

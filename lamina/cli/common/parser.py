@@ -10,10 +10,11 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from lamina.api.vllm_compat import replacement_of
+from lamina.config.flag_groups import GROUP_OF, flag_name
 from lamina.observe.log_lines import log_json, say
 
 from .config_file import read_config
-from .group_flags import tell_old_flags
+from .group_flags import GIVEN
 from .vllm_flags import WORDS, translated
 
 NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
@@ -47,8 +48,11 @@ class Parser(argparse.ArgumentParser):
             option = flag.lstrip("-").partition(".")[0].replace("-", "_")  # --some-config.field
             if way_out := replacement_of(option):
                 self.error(f"{flag} is not here: {way_out}")
+            if option in GROUP_OF and GROUP_OF[option].flag in self._option_string_actions:
+                self.error(f"{flag} is not here: write {flag_name(option)}")
             self.error(f"unknown argument {flag}{self._hint(flag)}")
-        tell_old_flags(flags)
+        if hasattr(flags, GIVEN):
+            delattr(flags, GIVEN)
         return flags, unknown
 
     def _hint(self, flag: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
@@ -14,12 +14,11 @@ from lamina.request import SamplingParams
 from lamina.scheduler.conductor.overload import NO_LIMITS, SloLimits
 from lamina.server.engine_client.messages import Delta
 
-from .metric_table import COMMON_LABELS, METRICS, counter, gauge, histogram, other_names
+from .metric_table import COMMON_LABELS, METRICS, counter, gauge, histogram, names
 
 _TOTALS = ("prompt_tokens", "generation_tokens", "prompt_tokens_cached")
 COMPUTED, FOUND = "local_compute", "local_cache_hit"  # sources of a prompt token's KV, in vLLM's words
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})  # of routes, and of browsers before a request
-_OLD_LABELS = {"layers": "tier"}  # as metrics under old names have them
 _HTTP_SECONDS = "http_request_duration_seconds"
 
 
@@ -95,21 +94,15 @@ class _RegistryView:
 
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
-            yield _renamed(family, family.name, family.documentation, {})
-            for name in other_names(family.name, vllm=self._vllm):
-                if name.startswith("vllm:"):
-                    yield _renamed(family, name, family.documentation, {})
-                else:
-                    yield _renamed(family, name, f"old name of {family.name}", _OLD_LABELS)
+            yield from (_renamed(family, name) for name in names(family.name, vllm=self._vllm))
 
 
-def _renamed(family: Metric, name: str, text: str, labels: Mapping[str, str]) -> Metric:
-    """Return a copy of ``family`` under another name. ``labels``: names of labels to replace."""
-    view = Metric(name, text, family.type)
+def _renamed(family: Metric, name: str) -> Metric:
+    """Return a copy of ``family`` under another name, without creation times."""
+    view = Metric(name, family.documentation, family.type)
     for sample in family.samples:
         if not sample.name.endswith("_created"):
-            named = {labels.get(label, label): value for label, value in sample.labels.items()}
-            view.samples.append(Sample(name + sample.name.removeprefix(family.name), named, *sample[2:]))
+            view.samples.append(Sample(name + sample.name.removeprefix(family.name), *sample[1:]))
     return view
 
 

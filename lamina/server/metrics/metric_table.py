@@ -38,7 +38,7 @@ _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 class MetricSpec(NamedTuple):
     """One metric. ``unit``: empty for plain counts. ``labels``: in addition to COMMON_LABELS. ``in_vllm``: vLLM has it
-    under the same name. ``old``: its earlier name, which is shown, too, until version 0.2.
+    under the same name.
     """
 
     kind: Literal["counter", "gauge", "histogram", "info", "summary"]
@@ -47,7 +47,6 @@ class MetricSpec(NamedTuple):
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     in_vllm: bool = False
-    old: str = ""
 
 
 def _of_vllm(kind: Literal["counter", "gauge", "info"], unit: str, text: str, *labels: str) -> MetricSpec:
@@ -58,12 +57,12 @@ def _histogram(unit: str, text: str, buckets: tuple[float, ...]) -> MetricSpec:
     return MetricSpec("histogram", unit, text, buckets=buckets, in_vllm=True)
 
 
-def _counter(unit: str, text: str, *labels: str, old: str = "") -> MetricSpec:
-    return MetricSpec("counter", unit, text, labels, old=old)
+def _counter(unit: str, text: str, *labels: str) -> MetricSpec:
+    return MetricSpec("counter", unit, text, labels)
 
 
-def _gauge(unit: str, text: str, *labels: str, old: str = "") -> MetricSpec:
-    return MetricSpec("gauge", unit, text, labels, old=old)
+def _gauge(unit: str, text: str, *labels: str) -> MetricSpec:
+    return MetricSpec("gauge", unit, text, labels)
 
 
 METRICS: dict[str, MetricSpec] = {
@@ -104,7 +103,7 @@ METRICS: dict[str, MetricSpec] = {
     "num_requests_waiting_by_reason": _of_vllm("gauge", "requests", "waiting completions by reason", "reason"),
     "num_preemptions": _of_vllm("counter", "", "preemptions: a completion's KV was freed for others"),
     "engine_steps": _counter("", "finished steps"),
-    "rejected_step_plans": _counter("", "step plans that a memory worker refused", "worker", old="refused_plans"),
+    "rejected_step_plans": _counter("", "step plans that a memory worker refused", "worker"),
     # The KV cache.
     "cache_config": _of_vllm("info", "", "sizes of the KV cache"),
     "kv_cache_usage_perc": _of_vllm("gauge", "0 to 1", "share of KV blocks in use, in the fullest layer group"),
@@ -122,86 +121,63 @@ METRICS: dict[str, MetricSpec] = {
         "counter", "bytes", "K and V that a memory worker has saved to storage", ("worker",), in_vllm=True
     ),
     "kv_offload_failed_transfers": _counter(
-        "", "loads and saves that a memory worker could not finish", "worker", old="kv_failed_transfers"
-    ),
+        "", "loads and saves that a memory worker could not finish", "worker"),
     "kv_prefetched_pages": _counter(
-        "pages", "pages that a memory worker read from its disk before a turn needed them", "worker",
-        old="kv_fetched_pages",
-    ),
+        "pages", "pages that a memory worker read from its disk before a turn needed them", "worker"),
     "sessions": _gauge("", "sessions by the tier that has their KV", "tier"),
     "session_resumed_turns": _counter(
-        "", "turns after a session's first, by the tier that had its KV", "tier", old="session_hits"
-    ),
+        "", "turns after a session's first, by the tier that had its KV", "tier"),
     "session_wait_seconds": _counter("seconds", "time until the first row of these turns was computed", "tier"),
     # KV sparsity.
     "kv_sparse_blocks_in_use": _gauge(
-        "blocks", "KV blocks of running completions, in layers with full and with sparse KV", "layers",
-        old="kv_kept_blocks",
-    ),
+        "blocks", "KV blocks of running completions, in layers with full and with sparse KV", "layers"),
     "kv_evicted_by_sparsity_blocks": _counter(
-        "blocks", "KV blocks that completions have dropped in each sparse layer", old="kv_dropped_blocks"
-    ),
+        "blocks", "KV blocks that completions have dropped in each sparse layer"),
     "kv_sparsity_measured_tokens": _gauge(
-        "tokens", "tokens by which sparse KV was compared with full KV", old="kv_shadow_tokens"
-    ),
-    "kv_sparsity_kl_nats": _gauge("nats", "mean divergence from the distribution with full KV", old="kv_shadow_kl"),
+        "tokens", "tokens by which sparse KV was compared with full KV"),
+    "kv_sparsity_kl_nats": _gauge("nats", "mean divergence from the distribution with full KV"),
     "kv_sparsity_top1_disagreement_ratio": _gauge(
-        "0 to 1", "share of tokens that full KV would have changed", old="kv_shadow_top1_disagreement"
-    ),
+        "0 to 1", "share of tokens that full KV would have changed"),
     "kv_sparsity_budget_tokens": _gauge(
-        "tokens", "tokens that new completions keep or attend in sparse layers; 0: all", old="kv_budget_in_use"
-    ),
+        "tokens", "tokens that new completions keep or attend in sparse layers; 0: all"),
     "kv_sparsity_recomputed_requests": _counter(
-        "requests", "completions that were computed again with full KV", old="kv_restarts_in_full"
-    ),
+        "requests", "completions that were computed again with full KV"),
     # Prefill workers and --slo.
     "prefill_replicated_pages": _gauge(
-        "pages", "second and further copies of prompts' pages on prefill workers", old="kv_replicas"
-    ),
+        "pages", "second and further copies of prompts' pages on prefill workers"),
     "prefill_load": _gauge("", "the last admitted prompt's wait, divided by --slo ttft="),
     "decode_load": _gauge("", "the time of a decoding step, divided by --slo tbt="),
-    "ttft_samples": _counter("requests", "prompts counted in the next two sums", old="first_tokens"),
+    "ttft_samples": _counter("requests", "prompts counted in the next two sums"),
     "ttft_predicted_seconds": _counter(
-        "seconds", "from arrivals to first tokens, as predicted", old="first_token_expected_seconds"
-    ),
+        "seconds", "from arrivals to first tokens, as predicted"),
     "ttft_actual_seconds": _counter(
-        "seconds", "from arrivals to first tokens, as measured", old="first_token_real_seconds"
-    ),
+        "seconds", "from arrivals to first tokens, as measured"),
     "rejected_after_prefill_tokens": _counter(
-        "tokens", "tokens of prompts that were computed and not decoded", old="prefill_wasted_tokens"
-    ),
+        "tokens", "tokens of prompts that were computed and not decoded"),
     # KV on other workers and deployments.
-    "spilled_blocks": _gauge("blocks", "KV blocks away from their sequence's home", "creditor", old="borrowed_blocks"),
-    "borrowed_bytes": _gauge("bytes", "memory that other deployments lend this one", "creditor", old="leased_bytes"),
-    "borrow_refused": _counter("", "requests for a loan that a creditor could not grant", old="loan_refusals"),
+    "spilled_blocks": _gauge("blocks", "KV blocks away from their sequence's home", "creditor"),
+    "borrowed_bytes": _gauge("bytes", "memory that other deployments lend this one", "creditor"),
+    "borrow_refused": _counter("", "requests for a loan that a creditor could not grant"),
     "lent_blocks": _gauge("blocks of 1 MiB", "memory that this deployment has lent, to others or itself", "debtor"),
     "debt_cycles": _gauge("", "cycles of debts between deployments, as the ledger knows them"),
     "kv_migrated_bytes": _counter(
-        "bytes", "KV that went from one memory worker to another during pauses", "reason", old="moved_bytes"
-    ),
+        "bytes", "KV that went from one memory worker to another during pauses", "reason"),
     "kv_migrated_blocks": _counter(
-        "blocks", "KV blocks that returned home, or left with their sequence, during decoding", old="moved_blocks"
-    ),
+        "blocks", "KV blocks that returned home, or left with their sequence, during decoding"),
     # Workers, as they last reported.
     "worker_seconds": _counter(
         "seconds", "a worker's time; wait = it waits for the other pool", "worker", "activity"
     ),
     "memory_worker_message_bytes": _counter(
-        "bytes", "payload of a memory worker's messages", "worker", "direction", old="worker_bytes"
-    ),
+        "bytes", "payload of a memory worker's messages", "worker", "direction"),
     "attention_message_bytes": _counter(
-        "bytes", "tensors sent between the pools, by kind: q, kv, o", "kind", old="layer_bytes"
-    ),
+        "bytes", "tensors sent between the pools, by kind: q, kv, o", "kind"),
     "attention_kv_read_bytes": _counter(
-        "bytes", "stored K and V that a memory worker's attention has read", "worker", old="attention_bytes"
-    ),
+        "bytes", "stored K and V that a memory worker's attention has read", "worker"),
     "attention_spilled_kv_read_bytes": _counter(
-        "bytes", "of these, those of sequences whose home is another memory worker", "worker",
-        old="remote_attention_bytes",
-    ),
+        "bytes", "of these, those of sequences whose home is another memory worker", "worker"),
     "attention_wait_seconds": MetricSpec(
-        "summary", "seconds", "a compute worker's wait for a layer's attention", old="hop_latency_seconds"
-    ),
+        "summary", "seconds", "a compute worker's wait for a layer's attention"),
 }  # fmt: skip
 
 
@@ -242,9 +218,7 @@ def _labels(name: str) -> tuple[str, ...]:
     return METRICS[name].labels if name.startswith("http_") else (*COMMON_LABELS, *METRICS[name].labels)
 
 
-def other_names(exported: str, *, vllm: bool) -> list[str]:
-    """Return the names under which a family is shown in addition to its own: the old one and, with ``vllm``, vLLM's."""
-    name = exported.removeprefix(PREFIX)
-    if (spec := METRICS.get(name)) is None:
-        return []
-    return [PREFIX + spec.old] * bool(spec.old) + [f"vllm:{name}"] * (vllm and spec.in_vllm)
+def names(exported: str, *, vllm: bool) -> list[str]:
+    """Return the names under which a family is shown: its own and, with ``vllm``, vLLM's."""
+    spec = METRICS.get(exported.removeprefix(PREFIX))
+    return [exported] + [f"vllm:{exported.removeprefix(PREFIX)}"] * (vllm and spec is not None and spec.in_vllm)

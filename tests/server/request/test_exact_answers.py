@@ -17,6 +17,7 @@ from sockets import Later
 from test_flow import scope, until
 from test_layers import ask, error_of, run
 
+from lamina import __version__
 from lamina.request import ErrorOrigin, SamplingParams
 from lamina.server.app import make_app, with_middleware
 from lamina.server.call import Call, Service
@@ -29,7 +30,13 @@ from lamina.server.request.openai_protocol import Sampling
 from lamina.server.request.prompt_processing import Prompt
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
-HEAD = {"id": "", "object": "text_completion", "created": 0, "model": "tiny", "system_fingerprint": "lamina-0.1.0"}
+HEAD = {
+    "id": "",
+    "object": "text_completion",
+    "created": 0,
+    "model": "tiny",
+    "system_fingerprint": f"lamina-{__version__}",
+}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
