@@ -60,7 +60,8 @@ NEEDS = {
 EXACT = {
     Path(__file__).parent / folder
     for folder in (
-        "api/wrapped", "e2e/devices", "e2e/kv", "e2e/models", "netstack/bytes", "ops/attention", "ops/sampling",
+        "api/wrapped", "e2e/devices", "e2e/kv", "e2e/models", "netstack/bytes", "ops/attention",
+        "ops/recurrence", "ops/sampling",
     )
 }  # fmt: skip
 

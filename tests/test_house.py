@@ -33,7 +33,7 @@ STOREYS = (
     ("grammar",),  # structured output
     ("models",),
     ("ops/rows",),
-    ("ops/attention", "ops/collective", "ops/gemm", "ops/sampling"),
+    ("ops/attention", "ops/collective", "ops/gemm", "ops/recurrence", "ops/sampling"),
     ("kv",),
     ("facts",),  # what a host or a model has
     ("observe",),
