@@ -44,7 +44,7 @@ class StepSpan:
 @dataclass(frozen=True)
 class Hidden:
     """Attention over the stored tokens in one layer, mean of a step and a memory worker. ``stored_s``: all of it;
-    ``hidden_s``: the part of it that ran before K and V had been sent.
+    ``hidden_s``: the part of it that ran before K and V began to be sent.
     """
 
     layer: int
@@ -134,9 +134,9 @@ def hidden(index: SpanIndex) -> list[Hidden]:
         number = int(device.partition("-")[2])
         for s in index.of[device].get(Event.STORED, []):
             senders = [x for c in index.role("compute") for x in index.layer(c, s, Event.SEND_KV)]
-            sent = [x.end for x in senders if x.peer == number]
-            if sent:
-                sums[s.layer].append((s.end - s.start, max(0.0, min(s.end, max(sent)) - s.start)))
+            begun = [x.start for x in senders if x.peer == number]
+            if begun:
+                sums[s.layer].append((s.end - s.start, max(0.0, min(s.end, *begun) - s.start)))
     means = {layer: [statistics.mean(x) for x in zip(*pairs, strict=True)] for layer, pairs in sums.items()}
     return [Hidden(layer, *means[layer]) for layer in sorted(means)]
 

@@ -146,9 +146,9 @@ def test_idle_is_when_nobody_asks_the_engine() -> None:
     assert lasts(spans, 0, 11)["compute-0"] == {BUSY: 2, SCHEDULER: 2 + 2, IDLE: 5}
 
 
-def test_hidden_attention_ran_before_kv_was_sent() -> None:
+def test_hidden_attention_ran_before_kv_began_to_be_sent() -> None:
     (layer,) = hidden(SpanIndex(one_layer()))
-    assert (layer.layer, layer.stored_s, layer.hidden_s) == (0, 7, 5.5)
+    assert (layer.layer, layer.stored_s, layer.hidden_s) == (0, 7, 4.5)
     late = [s._replace(start=11, end=12) if s.event == E.STORED else s for s in one_layer()]
     assert hidden(SpanIndex(late))[0].hidden_s == 0
     early = [s._replace(start=6, end=8) if s.event == E.STORED else s for s in one_layer()]

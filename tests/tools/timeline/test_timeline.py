@@ -129,7 +129,7 @@ def test_report_of_the_run(trace: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["timeline", str(trace)]) == 0
     text = capsys.readouterr().out
     for words in ("compute pool", "memory-1", "busy", "waiting for Q", "waiting for O", "network", "last to send O",
-                  "before K, V had been sent", "recording took at most", "clocks"):  # fmt: skip
+                  "before K, V began to be sent", "recording took at most", "clocks"):  # fmt: skip
         assert words in text
     assert len([line for line in text.splitlines() if "layer" in line and "before K, V" in line]) == 1
     assert not any(line.strip().startswith("layer") for line in text.splitlines()), "the layers are for --json"
