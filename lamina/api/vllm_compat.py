@@ -88,7 +88,6 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "skip_tokenizer_init": ((False,), "ask with detokenize=False and prompts as token ids"),
     "logprobs_mode": (("raw_logprobs",), "log-probabilities are those before penalties and temperature"),
     "logits_processors": (([],), "lamina.wrap(model).generate takes logits_processor"),
-    "hf_overrides": (({},), "change config.json in a directory of your own, and give that as MODEL"),
     "hf_token": ((True,), "set HF_TOKEN in the environment"),
     "download_dir": ((), "set HF_HOME in the environment"),
     "override_generation_config": (({},), "--generation-config takes a directory that has a generation_config.json"),

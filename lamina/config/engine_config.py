@@ -20,7 +20,18 @@ from lamina.utils.cpu_cores import Cores
 from .context_overflow import OverflowOptions
 from .flag_groups import flag_name
 from .offload import OffloadOptions
-from .option import Choices, Options, ParsedBy, check_size, parse_core_lists, parse_list, parse_size, strip_torch_prefix
+from .option import (
+    Choices,
+    Options,
+    ParsedBy,
+    check_size,
+    is_object,
+    parse_core_lists,
+    parse_list,
+    parse_object,
+    parse_size,
+    strip_torch_prefix,
+)
 from .sparsity import SparsityOptions
 from .topology import TopologyOptions
 
@@ -32,6 +43,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored_format, which needs torch
+OVERRIDES_EXAMPLE = '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'
 _DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,4})?")
 
 
@@ -49,6 +61,12 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     allow_unused_weights: Annotated[
         bool, "start although the files have weights that the model does not use; they are left out"
     ] = False
+    hf_overrides: Annotated[
+        str,
+        ParsedBy(parse_object),
+        "JSON of entries that replace those of config.json, as in vLLM, such as rope_parameters; those of a nested "
+        "configuration, such as text_config, replace single entries of it",
+    ] = ""
     deterministic: Annotated[
         bool,
         "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
@@ -57,6 +75,13 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     cuda_graphs: Annotated[
         bool, "on GPUs, slices of up to 256 rows, and memory workers' rounds of decoding, run as CUDA graphs"
     ] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_object(self.hf_overrides):
+            raise ValueError(
+                f"--hf-overrides must be a JSON object, such as {OVERRIDES_EXAMPLE}, not {self.hf_overrides!r}"
+            )
 
 
 class KVOptions(SparsityOptions, frozen=True, kw_only=True):

@@ -333,6 +333,18 @@ GROUPS: tuple[FlagGroup, ...] = (
         },
     ),
     FlagGroup(
+        flag="--threads",
+        form="KEY=N,...",
+        help="threads of the workers",
+        keys={"compute": "compute_threads", "memory": "memory_threads"},
+    ),
+    FlagGroup(
+        flag="--spares",
+        form="KEY=N,...",
+        help="workers that wait to take the place of lost ones",
+        keys={"compute": "spare_compute", "memory": "spare_memory"},
+    ),
+    FlagGroup(
         flag="--slo",
         form="KEY=VALUE,...",
         help="times that the server promises; a request that would break one gets status 429",

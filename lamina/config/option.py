@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -85,6 +86,24 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 def strip_torch_prefix(value: Any) -> str:
     return str(value).removeprefix("torch.")
+
+
+def parse_object(value: Any) -> Any:
+    """The JSON text, with sorted keys, of an object or of its text; "" for an empty one. Other values are left as they
+    are where they are no JSON of an object.
+    """
+    try:
+        given = json.loads(value) if isinstance(value, str) and value.strip() else value or {}
+        if isinstance(given, dict):
+            return json.dumps(given, sort_keys=True) if given else ""
+    except (ValueError, TypeError, RecursionError):
+        pass
+    return value
+
+
+def is_object(text: str) -> bool:
+    """Return whether a text is what ``parse_object`` makes of an object."""
+    return not text or (text.startswith("{") and parse_object(text) == text)
 
 
 def check_size(value: Any) -> Any:

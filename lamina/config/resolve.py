@@ -57,8 +57,8 @@ def max_sequence_length(asked: int, own: int, longest: int = 0) -> int:
     """
     if asked > (most := max(own, longest)):
         raise ValueError(
-            f"--max-model-len {asked} exceeds the model's own limit of {most} tokens; a rope scaling in config.json "
-            f"may extend it (docs/use.md)"
+            f"--max-model-len {asked} exceeds the model's own limit of {most} tokens; a rope scaling in config.json or "
+            f"--hf-overrides may extend it (docs/use.md)"
         )
     return asked or own
 
@@ -154,7 +154,7 @@ def _check_ranks(config: EngineConfig) -> None:
         )
     if spares % size:
         raise ValueError(
-            f"--spare-compute {spares} must be a multiple of --tensor-parallel-size {size}: each rank needs its own"
+            f"--spares compute={spares} must be a multiple of --tensor-parallel-size {size}: each rank needs its own"
         )
 
 

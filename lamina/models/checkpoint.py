@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import gguf_file, quantization
+from . import config_overrides, gguf_file, quantization
 from .errors import ModelError, UnsupportedModelError
 from .model_files import READ, check_counts, check_files, one_line, read_json
 
@@ -72,42 +72,61 @@ def _find(source: str | os.PathLike[str], trust_remote_code: bool, weights: bool
     return _download(name, patterns)
 
 
-def peek_config(source: str | os.PathLike[str], *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return the content of a model directory's config.json; empty for a hub id, whose file may not be here yet. It
-    reports faults of a directory before any import or start. Raises ModelError.
+def peek_config(
+    source: str | os.PathLike[str], *, trust_remote_code: bool = False, hf_overrides: str = ""
+) -> dict[str, Any]:
+    """Return the content of a model directory's config.json, with the entries of ``hf_overrides``, a JSON object as
+    text; empty for a hub id, whose file may not be here yet. It reports faults of a directory before any import or
+    start. Raises ModelError.
     """
     if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(os.fspath(source)):
         return {}
-    return _raw_config(find_checkpoint(source, trust_remote_code=trust_remote_code))
+    directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
+    return _raw_config(directory, hf_overrides, trust_remote_code)
 
 
-def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
-    """Return the configuration in a model directory, of a causal LM that transformers supports. Raises ModelError."""
+def read_config(directory: Path, *, trust_remote_code: bool = False, hf_overrides: str = "") -> Any:
+    """Return the configuration in a model directory, of a causal LM that transformers supports. ``hf_overrides``: a
+    JSON object as text, whose entries replace those of config.json. Raises ModelError.
+    """
     if gguf_file.is_gguf(directory):
         from .quantization import gguf_weights
 
+        if hf_overrides:
+            raise ModelError(
+                f"--hf-overrides replaces entries of a config.json, and {directory} has none: leave it out"
+            )
         return gguf_weights.read_config(directory)
-    raw = _raw_config(directory)
+    raw = _raw_config(directory, hf_overrides, trust_remote_code)
     from transformers import AutoConfig
 
     _check_architecture(directory, raw)
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        if hf_overrides:
+            config = config_overrides.read_overridden(directory, raw, trust_remote_code=trust_remote_code)
+        else:
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
         vars(config).pop("quantization_config", None)  # Lamina reads the weights itself
         if not trust_remote_code:  # Lamina chooses: another choice may load a kernel
             config._attn_implementation = config._experts_implementation = None
             vars(config).pop("auto_map", None)  # transformers' own class is used
-        return config
     except Exception as error:  # any class, as architectures have their own checks
-        raise ModelError(f"{directory}/config.json is not a valid configuration: {one_line(error)}") from error
+        with_them = " with --hf-overrides" if hf_overrides else ""
+        raise ModelError(
+            f"{directory}/config.json{with_them} is not a valid configuration: {one_line(error)}"
+        ) from error
+    if hf_overrides:
+        config_overrides.check_known(directory, read_json(directory / "config.json", ""), hf_overrides, config)
+    return config
 
 
-def _raw_config(directory: Path) -> dict[str, Any]:
+def _raw_config(directory: Path, hf_overrides: str = "", trust_remote_code: bool = False) -> dict[str, Any]:
     if gguf_file.is_gguf(directory):
         return {}  # reading it takes imports
     if not (directory / "config.json").exists():
         raise ModelError(_other_kind(directory) or f"{directory} is no model directory: it has no config.json")
     raw = read_json(directory / "config.json", "")
+    raw = config_overrides.overridden(directory, raw, hf_overrides, trust_remote_code=trust_remote_code)
     stored_format(directory, raw)
     check_counts(f"{directory}/config.json", raw)
     if raw.get("is_encoder_decoder"):

@@ -68,6 +68,7 @@ def load(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     allow_unused_weights: bool = False,
+    hf_overrides: str = "",
     progress: OnProgress | None = None,
     rank: int = 0,
     size: int = 1,
@@ -80,6 +81,8 @@ def load(
     ranks reads its own part alone. Weights in the files that the model does not use are refused, unless
     ``allow_unused_weights``. The model is in evaluation mode and records no gradients. Raises ModelError.
 
+    ``hf_overrides``: a JSON object as text, whose entries replace those of config.json.
+
     ``backend``: linear layers of a quantised checkpoint stay packed, as this backend takes them. Other quantised
     weights, and all of them without a backend, become numbers of ``dtype``.
     """
@@ -88,11 +91,13 @@ def load(
     if isinstance(source, nn.Module):
         if size > 1:
             raise ModelError("--tensor-parallel-size: a module is used as it is, give the directory of a checkpoint")
+        if hf_overrides:
+            raise ModelError("--hf-overrides: a module is used as it is, give the directory of a checkpoint")
         return _describe(_checked_module(source, dtype), None)
     report = progress or (lambda stage, done, total: None)
     report("opening the checkpoint", 0, 1)  # a hub id may be fetched
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
-    config = read_config(directory, trust_remote_code=trust_remote_code)
+    config = read_config(directory, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
     check_weights(directory)
     _check_size(directory, config)
     report("opening the checkpoint", 1, 1)
@@ -105,6 +110,8 @@ def load(
         else:
             model, part = _from_pretrained(directory, config, kind, trust_remote_code, progress), WHOLE_MODEL
     check_all_used(model, directory, allow_unused=allow_unused_weights)
+    if hf_overrides and not (directory / "generation_config.json").exists():
+        model.generation_config = _generation_config_of(model)
     _read_ahead(model, directory, progress)
     return replace(_describe(model.eval().requires_grad_(False), directory), part=part, stamps=stamps)
 
@@ -346,10 +353,16 @@ def _generation_config(directory: Path, model: Any) -> Any:
     from transformers import GenerationConfig
 
     if not directory.is_dir():
-        return GenerationConfig.from_model_config(model.config)
+        return _generation_config_of(model)
     own = (directory / "generation_config.json").exists()
     source = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
     return GenerationConfig.from_pretrained(directory, local_files_only=True, **source)
+
+
+def _generation_config_of(model: Any) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_model_config(model.config)
 
 
 def _read_ahead(model: nn.Module, directory: Path, progress: OnProgress | None) -> None:

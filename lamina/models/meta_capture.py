@@ -34,12 +34,14 @@ class CutPlan(NamedTuple):
     shard: ShardPlan | None
 
 
-def plan_cuts(model: str, *, dtype: str = "auto", trust_remote_code: bool = False, ranks: int = 1) -> CutPlan:
+def plan_cuts(
+    model: str, *, dtype: str = "auto", trust_remote_code: bool = False, ranks: int = 1, hf_overrides: str = ""
+) -> CutPlan:
     """Cut a model without weights. ``model``: a directory, a hub id or a configuration file. ``ranks``: with several,
     the result is the part of the first one. If provably the same, a few layers are captured and the others derived from
     them; else all are captured.
     """
-    config = configuration(model, trust_remote_code=trust_remote_code)
+    config = configuration(model, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
     limit, keep = max_model_len(config), not trust_remote_code
     module = from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if ranks > 1:
@@ -63,15 +65,15 @@ def plan_cuts(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fals
     return CutPlan(module, whole, None)
 
 
-def configuration(model: str, *, trust_remote_code: bool = False) -> Any:
+def configuration(model: str, *, trust_remote_code: bool = False, hf_overrides: str = "") -> Any:
     """Return the configuration of a directory, a hub id or a configuration file."""
     path = Path(model).expanduser()
     if not path.is_file() or is_gguf(path):
         directory = find_checkpoint(model, trust_remote_code=trust_remote_code, weights=False)
-        return read_config(directory, trust_remote_code=trust_remote_code)
+        return read_config(directory, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
     with tempfile.TemporaryDirectory() as directory_of_one:
         shutil.copyfile(path, Path(directory_of_one) / "config.json")
-        return configuration(directory_of_one, trust_remote_code=trust_remote_code)
+        return configuration(directory_of_one, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
 
 
 def attention_calls(program: SlicedProgram) -> list[tuple[int, ...]]:

@@ -45,10 +45,7 @@ def check_files(directory: Path, *, trust_remote_code: bool = False) -> None:
     """Raise ModelError, which names file and key, for what may not be read in a model's directory.
     ``trust_remote_code``: keys and links may name code, a hub and other files.
     """
-    place = Path(os.path.realpath(directory))
-    inside = [str(place)]
-    if place.parent.name == "snapshots":  # the hub's cache: its files are links into this folder
-        inside.append(os.path.realpath(place.parent.parent / "blobs"))
+    inside = _inside(directory)
     for file in sorted(path for folder in _FOLDERS for pattern in READ for path in (directory / folder).glob(pattern)):
         if not os.path.exists(file):  # unlike Path.exists, it raises nothing for a path that this user may not follow
             continue
@@ -68,6 +65,27 @@ def check_files(directory: Path, *, trust_remote_code: bool = False) -> None:
             value = read_json(directory / name, "")
             if not trust_remote_code:
                 _check_keys(directory, name, value, inside)
+
+
+def check_keys(directory: Path, flag: str, value: dict[str, Any], *, trust_remote_code: bool) -> None:
+    """Raise ModelError for entries of ``flag``, which replace entries of config.json, that the file may not have."""
+    if max((len(path) for path, _ in entries(value)), default=0) > MAX_DEPTH:
+        raise ModelError(f"{flag} is nested too deeply: at most {MAX_DEPTH} levels are read")
+    for path, inner in () if trust_remote_code else entries(value):
+        if inner and (names := _named(directory, "config.json", path[-1], inner, _inside(directory))):
+            raise ModelError(
+                f"{flag} names {names} ({'.'.join(path)}), which is not used by default: pass --trust-remote-code if "
+                f"you trust it, or leave it out"
+            )
+
+
+def _inside(directory: Path) -> list[str]:
+    """Return the folders that a model's files may be in."""
+    place = Path(os.path.realpath(directory))
+    inside = [str(place)]
+    if place.parent.name == "snapshots":  # the hub's cache: its files are links into this folder
+        inside.append(os.path.realpath(place.parent.parent / "blobs"))
+    return inside
 
 
 def read_json(file: Path, absent: str) -> dict[str, Any]:

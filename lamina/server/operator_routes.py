@@ -157,7 +157,8 @@ def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: Engi
     divided among these workers.
     """
     wanted = scaled_config(before, asked)
-    raw = peek_config(model, trust_remote_code=before.model.trust_remote_code)
+    given = before.model
+    raw = peek_config(model, trust_remote_code=given.trust_remote_code, hf_overrides=given.hf_overrides)
     text: dict[str, Any] = raw.get("text_config", raw)
     heads = next((n for name in KV_HEADS if isinstance(n := text.get(name), int)), 0)
     window = n if isinstance(n := text.get("sliding_window"), int) else 0

@@ -75,7 +75,7 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "no/such/model", "--prompt", "x", "--dry-run"], "no/such/model"),
         (["generate", "m"], "--prompt"),
         (["generate", "m", "--prompt", "x", "--memory-workers", "0"], "--memory-workers"),
-        (["generate", "m", "--prompt", "x", "--compute-threads", "100000"], "--compute-threads"),
+        (["generate", "m", "--prompt", "x", "--threads", "compute=100000"], "--threads compute="),
         (["generate", "m", "--prompt", "x", "--kv-cache-memory-bytes", "9 bananas"], "--kv-cache-memory-bytes"),
         (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
         (["generate", "m", "--prompt", "x", "--n", "0"], "--n must be at least 1"),

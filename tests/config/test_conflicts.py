@@ -36,7 +36,7 @@ NUMBERS = (
     {"--memory-addresses", "--memory-workers"},
     {"--memory-weights", "--memory-workers"},
     {"--memory-weights", "--tensor-parallel-size"},
-    {"--tensor-parallel-size", "--memory-workers", "--collective", "--spare-compute", "--compute-device"},
+    {"--tensor-parallel-size", "--memory-workers", "--collective", "--spares", "--compute-device"},
     {"--kv-parity", "--memory-workers"},
     {"--prefill-pipeline", "--prefill-workers"},
     {"--kv-sparsity", "--memory-workers", "--memory-weights"},
@@ -44,6 +44,7 @@ NUMBERS = (
     {"--prefill-kv-memory", "--max-model-len", "--prefill-workers"},
     {"--pipeline", "--prefill-workers"},
     {"--pipeline", "--max-num-seqs", "--prefill-chunk"},
+    {"--max-model-len", "--hf-overrides"},
     {"--memory-device", "--attention-backend"},  # a backend's own words about a device
     {"--tm", "--ta"},  # of `lamina-launch plan`
     {"--ssl-keyfile", "--ssl-certfile"},  # halves of one setting

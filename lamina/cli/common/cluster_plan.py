@@ -101,6 +101,7 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
         dtype=config.model.dtype,
         trust_remote_code=config.model.trust_remote_code,
         ranks=config.topology.tensor_parallel_size,
+        hf_overrides=config.model.hf_overrides,
     ).program
     shapes = [(call.k.shape[0], call.k.shape[-1], call.v.shape[-1], call.k.dtype) for call in program.calls]
     token = sum(h * head_bytes(k, v, stored_dtype(config.kv.kv_cache_dtype, dtype)) for h, k, v, dtype in shapes)

@@ -128,13 +128,14 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
 
     trust = config.model.trust_remote_code
     directory = find_checkpoint(model, trust_remote_code=trust)
-    settings: Any = read_config(directory, trust_remote_code=trust)
+    settings: Any = read_config(directory, trust_remote_code=trust, hf_overrides=config.model.hf_overrides)
     dtype = weights_dtype(directory, settings, config.model.dtype)
     planned = plan_cuts(
         model,
         dtype=str(dtype).removeprefix("torch."),
         trust_remote_code=trust,
         ranks=config.topology.tensor_parallel_size,
+        hf_overrides=config.model.hf_overrides,
     )
     check_all_used(planned.model, directory, allow_unused=config.model.allow_unused_weights)
     layers = layer_shapes(planned.program)

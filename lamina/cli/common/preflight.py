@@ -53,7 +53,8 @@ def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
     from lamina.workers import device_selection
     from lamina.workers.memory.kv_store import available_bytes
 
-    model_config = read_config(directory, trust_remote_code=config.model.trust_remote_code)
+    given = config.model
+    model_config = read_config(directory, trust_remote_code=given.trust_remote_code, hf_overrides=given.hf_overrides)
     limit = check_model(config, _facts(model_config))
     if config.launch.may_span_hosts:
         return limit
@@ -81,7 +82,8 @@ def _check_cores(config: EngineConfig) -> None:
 def stated_limit(model: str, config: EngineConfig) -> int:
     """Tokens that no sequence exceeds, as far as the flags and config.json say it at once; a start may find less."""
     _check_names(config)
-    raw = peek_config(model, trust_remote_code=config.model.trust_remote_code)
+    given = config.model
+    raw = peek_config(model, trust_remote_code=given.trust_remote_code, hf_overrides=given.hf_overrides)
     own = raw.get("text_config", raw).get("max_position_embeddings")
     return config.model.max_model_len or (own if isinstance(own, int) else sys.maxsize)
 

@@ -251,8 +251,14 @@ class ReferenceModel:
         return compare(model, outputs), max(ERROR_ALLOWED, DTYPE_FACTOR * own_error)
 
     def _load(self, dtype: str) -> Any:
-        trust, allow = self._options.trust_remote_code, self._options.allow_unused_weights
-        model: Any = load(self._source, dtype=dtype, trust_remote_code=trust, allow_unused_weights=allow).model
+        given = self._options
+        model: Any = load(
+            self._source,
+            dtype=dtype,
+            trust_remote_code=given.trust_remote_code,
+            allow_unused_weights=given.allow_unused_weights,
+            hf_overrides=given.hf_overrides,
+        ).model
         model.generation_config = GenerationConfig()  # plain greedy decoding without an end token
         return model
 

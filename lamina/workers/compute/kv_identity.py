@@ -47,10 +47,13 @@ def _recipe(start: StartCompute) -> str:
     return str((*facts, torch.__version__, build_id()))
 
 
-def files_digest(directory: Path) -> str:
-    """Return the digest of a checkpoint: every byte of its files, since two may differ in one tensor alone."""
+def files_digest(checkpoint: Path) -> str:
+    """Return the digest of a checkpoint: every byte of its files, since two may differ in one tensor alone.
+    ``checkpoint``: a directory or a GGUF file.
+    """
     digest = hashlib.sha256()
-    for path in sorted(p for name in NAMES for p in directory.glob(name)):
+    directory = checkpoint.is_dir()
+    for path in sorted(p for name in NAMES for p in checkpoint.glob(name)) if directory else [checkpoint]:
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} ".encode())
     return digest.hexdigest()

@@ -192,6 +192,7 @@ class ModelServer:
             dtype=start.model.dtype,
             trust_remote_code=start.model.trust_remote_code,
             allow_unused_weights=start.model.allow_unused_weights,
+            hf_overrides=start.model.hf_overrides,
             progress=self._progress,
             rank=start.rank,
             size=start.topology.tensor_parallel_size,

@@ -30,7 +30,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two batches that take turns over two memory workers, each in its own process."""
     path = tmp_path_factory.mktemp("trace") / "run.json"
     prompts = [x for i in range(4) for x in ("--prompt", f"def f{i}(x):\n    ")]
-    flags = ["--max-tokens", "10", "--ignore-eos", "--compute-threads", "1", "--memory-threads", "1"]
+    flags = ["--max-tokens", "10", "--ignore-eos", "--threads", "compute=1,memory=1"]
     flags += [
         "--pipeline",
         "2",

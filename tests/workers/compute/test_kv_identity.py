@@ -47,3 +47,10 @@ def test_another_byte_of_the_code_or_another_instruction_is_another_build(tmp_pa
     found.append(digest_of(package, "avx2"))
     found.append(digest_of(package, "avx2 fma"))
     assert len(set(found)) == len(found)
+
+
+def test_a_gguf_file_is_known_by_its_bytes(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    first.write_bytes(b"GGUF one")
+    second.write_bytes(b"GGUF two")
+    assert files_digest(first) != files_digest(second)
