@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import config_overrides, gguf_file, quantization
+from . import config_overrides, quantization
 from .errors import ModelError, UnsupportedModelError
 from .model_files import READ, check_counts, check_files, one_line, read_json
+from .quantization import gguf_file
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_TIMEOUT_S = 20.0

@@ -20,8 +20,8 @@ from lamina.ops.attention.spec import AttentionSpec
 
 from .checkpoint import find_checkpoint, read_config
 from .convert import convert_model
-from .gguf_file import is_gguf
 from .load import from_config, max_model_len
+from .quantization.gguf_file import is_gguf
 from .tensor_parallel_shard import ShardPlan, plan_shard
 from .unsupported_models import num_layers
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from .attention_routing import WHOLE_MODEL, WeightShard
 from .checkpoint import QUANTIZED, stored_weights, weight_files
 from .errors import ModelError, UnsupportedModelError
-from .gguf_file import is_gguf
 from .quantization import QuantizedTensor, Read, gguf_weights
+from .quantization.gguf_file import is_gguf
 from .tensor_parallel_shard import ShardedDim, ShardPlan
 from .weight_names import FLOATS, WeightNames, name_first, text_weights
 from .weight_pages import unmap_pages

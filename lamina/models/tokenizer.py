@@ -14,10 +14,10 @@ from typing import Any
 
 from lamina.utils.background_thread import LowPriorityCall
 
-from . import gguf_file
 from .checkpoint import find_checkpoint
 from .errors import ModelError
 from .model_files import one_line, read_json
+from .quantization import gguf_file
 
 _PROCESSOR_TEMPLATE = "chat_template.json"  # of older multimodal models
 _CONTEXT = 8  # most tokens kept as the context of the next one

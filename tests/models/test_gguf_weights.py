@@ -1,6 +1,6 @@
 """GGUF files: tokens that transformers computes in fp32 with their weights, as the package gguf dequantises them.
 
-Covers: lamina/models/gguf_file.py, lamina/models/quantization/gguf_blocks.py,
+Covers: lamina/models/quantization/gguf_file.py, lamina/models/quantization/gguf_blocks.py,
 lamina/models/quantization/gguf_weights.py.
 """
 

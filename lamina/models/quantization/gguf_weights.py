@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lamina.models.errors import ModelError, UnsupportedModelError
-from lamina.models.gguf_file import check_file
 from lamina.models.model_files import check_counts, one_line
 
 from . import QuantizedTensor, Read
 from .gguf_blocks import PACKED, grouped_codes
+from .gguf_file import check_file
 from .grouped_codes import GroupedCodes
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

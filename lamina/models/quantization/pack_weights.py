@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from lamina.models.checkpoint import stored_tensors, stored_weights
 from lamina.models.errors import ModelError, UnsupportedModelError
-from lamina.models.gguf_file import is_gguf
 from lamina.models.tensor_parallel_shard import ShardedDim, ShardPlan
 from lamina.models.weight_names import WeightNames
 from lamina.ops.gemm import LinearBackend
 from lamina.ops.gemm.quantized import QuantizedWeight
 
 from . import QuantizedTensor, Read, gguf_weights
+from .gguf_file import is_gguf
 from .quantized_linear import QuantizedLinear
 
 _DTYPES = {

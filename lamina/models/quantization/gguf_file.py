@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelError, UnsupportedModelError
-from .model_files import one_line
+from lamina.models.errors import ModelError, UnsupportedModelError
+from lamina.models.model_files import one_line
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
 MAX_ENTRIES = 1 << 16  # fields, and tensors
