@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lamina.config.conflicts import PREFILL_POLICY, need_text
+from lamina.config.conflicts import OVERLOAD, PREFILL_POLICY, SLO_TBT, SLO_TTFT, need_text
 from lamina.config.flag_groups import GROUP_OF, flag_name
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import parse_seconds
@@ -111,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     config, engine = ServerConfig(**options), engine_config(args)
     if config.prefill_policy != ServerConfig.prefill_policy and not engine.topology.prefill_workers:
         raise ValueError(need_text(PREFILL_POLICY, ["--prefill-workers"]))
+    if config.overload != ServerConfig.overload and not (config.slo_ttft or config.slo_tbt):
+        raise ValueError(need_text(OVERLOAD, [SLO_TTFT, SLO_TBT]))
     if config.chat_template:
         read_template(config.chat_template)
     if args.print_config:

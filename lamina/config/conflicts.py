@@ -73,6 +73,12 @@ SETTINGS: dict[str, Setting] = {
     "--kv-offload size=": Setting(
         lambda c: c.offload.kv_store_size != STORE_SIZE, {"kv_store_dir": "/kv", "kv_store_size": "1GiB"}
     ),
+    "--kv-offload eviction=": Setting(
+        _differs("offload", "kv_eviction_policy"), {"kv_offloading_size": "1GiB", "kv_eviction_policy": "lfu"}
+    ),
+    "--kv-offload on-load-failure=": Setting(
+        _differs("offload", "kv_load_failure_policy"), {"kv_offloading_size": "1GiB", "kv_load_failure_policy": "fail"}
+    ),
     "--decode-only": Setting(lambda c: c.offload.decode_only, {"decode_only": True}),
     "--context-overflow truncate": Setting(lambda c: c.overflow.truncates_context, _TRUNCATE),
     "--context-overflow truncate:ratio=": Setting(
@@ -101,6 +107,7 @@ SETTINGS: dict[str, Setting] = {
     "--tensor-parallel-size 2 or more": Setting(
         lambda c: c.topology.tensor_parallel_size > 1, {"tensor_parallel_size": 2}
     ),
+    "--collective": Setting(_differs("topology", "collective"), {"collective": "mesh", "tensor_parallel_size": 2}),
     "--collective nccl": Setting(
         lambda c: c.topology.collective == "nccl" and c.topology.tensor_parallel_size > 1,
         {"collective": "nccl", "tensor_parallel_size": 2, "compute_device": "cuda"},
@@ -157,6 +164,9 @@ SESSION_FILE = "a session's file"
 KV_DISCARD = "kv_discard"
 PRIORITY = "priority"
 PREFILL_POLICY = "--prefill-policy"
+OVERLOAD = "--slo overload="
+SLO_TTFT = "--slo ttft="
+SLO_TBT = "--slo tbt="
 RESIZE = "another number of memory workers while serving"
 REWEIGH = "other weights of memory workers while serving"
 SCALE = "lamina-launch scale and lamina-launch drain"
@@ -296,6 +306,9 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--kv-offload size=", ("--kv-offload dir=",)): "it is the size of the directory",
     ("--context-overflow truncate:ratio=", ("--context-overflow truncate",)): "it says how much is cut",
     ("--context-overflow truncate:keep-first=", ("--context-overflow truncate",)): "it says what is not cut",
+    ("--kv-offload eviction=", ("--kv-offloading-size", "--kv-offload dir=")): "pages are kept there",
+    ("--kv-offload on-load-failure=", ("--kv-offloading-size", "--kv-offload dir=")): "KV is loaded from there",
+    ("--collective", ("--tensor-parallel-size 2 or more",)): "its ranks exchange tensors by it",
     ("--collective nccl", ("--compute-device cuda", "--compute-device auto")): "NCCL is for GPUs",
     ("--prefill-pipeline", ("--prefill-workers",)): "it divides the layers among them",
     ("--prefill-kv-memory", ("--prefill-workers",)): "it is their memory",
@@ -316,6 +329,7 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     (KV_DISCARD, ("--context-overflow truncate",)): "KV has to move",
     (PRIORITY, ("--scheduling-policy priority",)): "otherwise requests run in order of arrival",
     (PREFILL_POLICY, ("--prefill-workers",)): "it chooses one of them",
+    (OVERLOAD, (SLO_TTFT, SLO_TBT)): "it says how these limits are forecast",
     (SESSION_FILE, ("--kv-offload dir=",)): "the session's KV is there",
 }
 

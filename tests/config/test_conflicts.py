@@ -96,8 +96,9 @@ def test_a_pair_stands_in_the_table_once_and_by_names_that_it_has() -> None:
     late -= {STORE_SIZE, MEASURED}
     assert [pair for pair in CONFLICTS if pair[::-1] in CONFLICTS] == []
     assert {name for pair in CONFLICTS for name in pair} <= {*SETTINGS, *late}
-    assert {name for name, others in NEEDS for name in (name, *others)} <= {*SETTINGS, *late}
-    assert late <= {name for pair in CONFLICTS for name in pair} | {name for name, _ in NEEDS}
+    needs = {name for name, others in NEEDS for name in (name, *others)}
+    assert needs <= {*SETTINGS, *late}
+    assert late <= {name for pair in CONFLICTS for name in pair} | needs
 
 
 def test_what_the_model_excludes_is_refused_by_the_table_before_a_start() -> None:

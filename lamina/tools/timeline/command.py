@@ -129,7 +129,8 @@ def _hidden(report: Report) -> list[str]:
     least = min(report.hidden, key=lambda h: h.share)
     each = f"least in layer {least.layer}: {100 * least.share:.0f} %; --json has all layers"
     return [
-        f"attention over stored tokens before K, V began to be sent: {_ms(hidden)} of {_ms(stored)} a step{share}, {each}",
+        f"attention over stored tokens before K, V began to be sent: {_ms(hidden)} of {_ms(stored)} a step{share}, "
+        f"{each}",
         "",
     ]
 
