@@ -128,11 +128,8 @@ def _hidden(report: Report) -> list[str]:
     share = f" ({100 * hidden / stored:.0f} %)" if stored else ""
     least = min(report.hidden, key=lambda h: h.share)
     each = f"least in layer {least.layer}: {100 * least.share:.0f} %; --json has all layers"
-    return [
-        f"attention over stored tokens before K, V began to be sent: {_ms(hidden)} of {_ms(stored)} a step{share}, "
-        f"{each}",
-        "",
-    ]
+    when = "attention over stored tokens before K, V began to be sent"
+    return [f"{when}: {_ms(hidden)} of {_ms(stored)} a step{share}, {each}", ""]
 
 
 def _trust(report: Report) -> list[str]:
