@@ -152,8 +152,8 @@ SETTINGS: dict[str, Setting] = {
     "--driver": Setting(
         _differs("launch", "driver_address", "driver_name"), {**_STATIC, "driver_address": "10.0.0.1:7000"}
     ),
-    "--spares compute=": Setting(lambda c: c.launch.spare_compute > 0, {"spare_compute": 2}),
-    "--spares memory=": Setting(lambda c: c.launch.spare_memory > 0, {"spare_memory": 2}),
+    "--spare-compute": Setting(lambda c: c.launch.spare_compute > 0, {"spare_compute": 2}),
+    "--spare-memory": Setting(lambda c: c.launch.spare_memory > 0, {"spare_memory": 2}),
 }
 
 # What only a model, a request or a running engine decides.
@@ -240,8 +240,8 @@ CONFLICTS: dict[tuple[str, str], str] = {
     **{
         (joining, "--transport gin"): "all its channels are made at the start, and no worker joins later"
         for joining in (
-            "--spares compute=",
-            "--spares memory=",
+            "--spare-compute",
+            "--spare-memory",
             "--lending borrow.max",
             "--lending lend.share",
             "--kv-parity 1",
@@ -250,7 +250,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
     },
     **{
         (spare, other): why
-        for spare in ("--spares compute=", "--spares memory=")
+        for spare in ("--spare-compute", "--spare-memory")
         for other, why in {
             "--launcher static": "you start the workers",
             "--transport loopback": "workers are threads, which are not replaced",
@@ -259,10 +259,10 @@ CONFLICTS: dict[tuple[str, str], str] = {
     },
     **{
         (spare, device): "spares are for workers on CPUs"
-        for spare, role in (("--spares compute=", "compute"), ("--spares memory=", "memory"))
+        for spare, role in (("--spare-compute", "compute"), ("--spare-memory", "memory"))
         for device in (f"--{role}-device cuda", f"--{role}-device auto")
     },
-    ("--spares compute=", NN_MODULE): "its compute worker is a thread of this process",
+    ("--spare-compute", NN_MODULE): "its compute worker is a thread of this process",
     ("--launcher ray", "--compute-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
     ("--launcher ray", "--memory-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
     ("--launcher ray", "--memory-addresses"): "Ray gives the hosts' addresses",

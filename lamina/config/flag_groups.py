@@ -339,12 +339,6 @@ GROUPS: tuple[FlagGroup, ...] = (
         keys={"compute": "compute_threads", "memory": "memory_threads"},
     ),
     FlagGroup(
-        flag="--spares",
-        form="KEY=N,...",
-        help="workers that wait to take the place of lost ones",
-        keys={"compute": "spare_compute", "memory": "spare_memory"},
-    ),
-    FlagGroup(
         flag="--slo",
         form="KEY=VALUE,...",
         help="times that the server promises; a request that would break one gets status 429",

@@ -154,7 +154,7 @@ def _check_ranks(config: EngineConfig) -> None:
         )
     if spares % size:
         raise ValueError(
-            f"--spares compute={spares} must be a multiple of --tensor-parallel-size {size}: each rank needs its own"
+            f"--spare-compute {spares} must be a multiple of --tensor-parallel-size {size}: each rank needs its own"
         )
 
 

@@ -104,7 +104,7 @@ class WorkerGroup:
         Raises WorkersLostError, and ValueError for what a user can correct.
         """
         if self._config.launch.spare_compute and not isinstance(model, str):
-            raise ValueError(conflict_text("--spares compute=", NN_MODULE))
+            raise ValueError(conflict_text("--spare-compute", NN_MODULE))
         self._model = model
         self._state.enter(GroupState.OPENING)
         self._begin()

@@ -143,7 +143,7 @@ def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
         assert "its host does not answer" in errors
 
 
-@pytest.mark.parametrize("more", [("--spares", "memory=1"), ()], ids=["a spare", "room for another one"])
+@pytest.mark.parametrize("more", [("--spare-memory", "1"), ()], ids=["a spare", "room for another one"])
 def test_where_a_host_stays_silent_all_goes_on_without_it(hosts: Hosts, more: tuple[str, ...]) -> None:
     """Its worker's place is taken on the other host, and the cable stays out to the end."""
     first, second = hosts.spaces

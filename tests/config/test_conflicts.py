@@ -36,7 +36,7 @@ NUMBERS = (
     {"--memory-addresses", "--memory-workers"},
     {"--memory-weights", "--memory-workers"},
     {"--memory-weights", "--tensor-parallel-size"},
-    {"--tensor-parallel-size", "--memory-workers", "--collective", "--spares", "--compute-device"},
+    {"--tensor-parallel-size", "--memory-workers", "--collective", "--spare-compute", "--compute-device"},
     {"--kv-parity", "--memory-workers"},
     {"--prefill-pipeline", "--prefill-workers"},
     {"--kv-sparsity", "--memory-workers", "--memory-weights"},

@@ -118,7 +118,7 @@ def test_every_dry_run_has_it(command: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_spares_have_weights_and_pools_and_no_slots(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--kv-cache-memory-bytes", "8MiB", "--spares", "memory=1,compute=2"]
+    flags = ["--kv-cache-memory-bytes", "8MiB", "--spare-memory", "1", "--spare-compute", "2"]
     assert main([*STARTERS[0], "--dry-run", *flags]) == 0
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert [name for name in rows if "spare" in name] == ["compute-spare-0", "compute-spare-1", "memory-spare-0"]

@@ -118,15 +118,15 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
             f"{flag} does not go with --transport gin: all its channels are made at the start, and no worker joins later: leave one out",
         )
         for flag, late in (
-            ("--spares compute=", {"spare_compute": 1}),
-            ("--spares memory=", {"spare_memory": 1}),
+            ("--spare-compute", {"spare_compute": 1}),
+            ("--spare-memory", {"spare_memory": 1}),
             ("--lending borrow.max", {"borrow": "1GiB", "ledger": "h:1", "partition": "spill"}),
             ("--kv-parity 1", {"kv_parity": 1}),
             ("--prefill-workers", {"prefill_workers": 1}),
         )
     ),
-    ({"spare_memory": 1, "launcher": "static", "driver_address": "10.0.0.1:7000"}, "--spares memory= does not go with --launcher static: you start the workers: leave one out"),
-    ({"spare_compute": 1, "tensor_parallel_size": 2}, "--spares compute=1 must be a multiple of --tensor-parallel-size 2: each rank needs its own"),
+    ({"spare_memory": 1, "launcher": "static", "driver_address": "10.0.0.1:7000"}, "--spare-memory does not go with --launcher static: you start the workers: leave one out"),
+    ({"spare_compute": 1, "tensor_parallel_size": 2}, "--spare-compute 1 must be a multiple of --tensor-parallel-size 2: each rank needs its own"),
     ({"lend_address": "h:1"}, "--lending lend.address needs --lending lend.share: borrowers connect to it: start with that, or leave it out"),
     ({"borrow": "1GiB", "ledger": "h"}, "--lending ledger must be HOST:PORT, such as 10.0.0.1:7100, not 'h'"),
     ({"lend": 0.5, "ledger": "h:1", "lend_address": "h:"}, "--lending lend.address must be HOST:PORT, such as 10.0.0.1:7100, not 'h:'"),

@@ -240,7 +240,7 @@ def test_a_server_passes_it() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_workers_are_killed_at_each_kind_of_message_and_spares_when_asked() -> None:
-    flags = "--memory-workers 2 --prefill-workers 1 --spares memory=2 --dtype float32 --deterministic"
+    flags = "--memory-workers 2 --prefill-workers 1 --spare-memory 2 --dtype float32 --deterministic"
     faults = "kill-compute,kill-memory,kill-prefill,kill-spare"
     much = ["--count", "24", "--streams", "14", "--per-reading", "3", "--tokens", "192"]
     status, out = drill(*much, "--faults", faults, "--json", "--flags", flags)
