@@ -7,15 +7,21 @@ other package. xgrammar, the alternative, brings triton and ignores some keyword
 from __future__ import annotations
 
 import json
-import re
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lamina.protocol.control import Vocabulary
 from lamina.request.structured_outputs import StructuredOutputsParams
 
+from .lark import Specials
+from .structural_tag import rules_of
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+# Where a text leaves no choice, the library would allow just one division into tokens, not the model's own.
+_ANY_TOKENS = '%llguidance {"no_forcing": true}'
+_NONE: Specials = MappingProxyType({})
 MAX_INDENTATION = 32  # spaces or tabs after a line break
 # Between two parts of JSON: as printers of JSON write it. A small model would repeat whitespace to the bound.
 _SPACES = rf"([ \t]|\r?\n[ \t]{{0,{MAX_INDENTATION}}})?"
@@ -41,22 +47,32 @@ class _Tokens:
         return [] if self.made is None else self.made.greedy_tokenize(text)
 
 
-def source_of(params: StructuredOutputsParams) -> str:
-    """Return structured outputs as llguidance reads them. Raises GrammarError."""
-    from llguidance import LLMatcher, grammar_from
-
+def source_of(params: StructuredOutputsParams, specials: Specials = _NONE) -> str:
+    """Return structured outputs as llguidance reads them. ``specials``: of the vocabulary. Raises GrammarError."""
     try:
-        if params.after:
-            return str(LLMatcher.grammar_from_lark(_after_reasoning(params)))
-        if params.json is not None or params.json_object:
-            return str(LLMatcher.grammar_from_json_schema(_schema_of(params), overrides=_json_options(params)))
-        if params.regex is not None:
-            return str(LLMatcher.grammar_from_lark(f"start: /{_expression_of(params.regex)}/"))
-        if params.choice is not None:
-            return str(grammar_from("choice", json.dumps(params.choice)))
-        return str(grammar_from("grammar", params.grammar or ""))
+        own = _own_source(params, specials)
     except ValueError as e:
         raise GrammarError(f"structured_outputs: {_line(str(e))}") from e
+    first = json.loads(own)["grammars"][0] if own.startswith('{"grammars"') else {"lark_grammar": own}
+    ways = ["before @structure" if params.before else "@structure"]
+    if params.instead:
+        ways.append("lead calls" if params.before else "calls")
+    main = f"{_ANY_TOKENS}\nstart: {' | '.join(ways)}\n{params.before}{params.instead}"
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, {**first, "name": "structure"}]})
+
+
+def _own_source(params: StructuredOutputsParams, specials: Specials) -> str:
+    from llguidance import LLMatcher, grammar_from
+
+    if params.structural_tag is not None:
+        return rules_of(json.loads(str(params.structural_tag)), specials, _json_options(params), _expression_of)
+    if params.json is not None or params.json_object:
+        return str(LLMatcher.grammar_from_json_schema(_schema_of(params), overrides=_json_options(params)))
+    if params.regex is not None:
+        return f"start: /{_expression_of(params.regex)}/"
+    if params.choice is not None:
+        return str(grammar_from("choice", json.dumps(params.choice)))
+    return str(grammar_from("grammar", params.grammar or ""))
 
 
 def _schema_of(params: StructuredOutputsParams) -> Any:
@@ -74,21 +90,6 @@ def _expression_of(regex: str) -> str:
     return str(regex_to_lark(_without_anchors(regex), "d"))  # digits are those of ASCII
 
 
-def _after_reasoning(params: StructuredOutputsParams) -> str:
-    """Return the grammar of any text up to ``after``, and the structure after it. Raises GrammarError."""
-    if params.grammar is not None:
-        raise GrammarError("structured_outputs.grammar cannot follow reasoning: send json, regex or choice")
-    if params.choice is not None:
-        answer = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
-    elif params.regex is not None:
-        answer = f"/{_expression_of(params.regex)}/"
-    else:
-        answer = "%json " + json.dumps({**_schema_of(params), "x-guidance": _json_options(params)})
-    end = re.escape(params.after).replace("/", "\\/")
-    start = f"start: reasoning spaces answer\nreasoning[lazy]: /(.|\\n)*{end}/\nspaces: /[ \\t\\r\\n]{{0,4}}/\n"
-    return f"{start}answer: {answer}\n"
-
-
 class GrammarCompiler:
     """Makes matchers of grammars for one vocabulary. Threads may share it."""
 
@@ -99,6 +100,9 @@ class GrammarCompiler:
         tokens: Any = words
         self._tokenizer = words.made = LLTokenizer(tokens, eos_token=vocabulary.end_token_ids[0])
         self._limits = LLParserLimits(verbose_errors=False)
+        self.specials = {
+            vocabulary.tokens[token][1:].decode(errors="replace"): token for token in vocabulary.special_token_ids
+        }  # text of each special token, without its mark -> its id
 
     def compile(self, source: str) -> LLMatcher:
         """Return a matcher at the beginning of a text. Raises GrammarError for a grammar that is wrong, that no text

@@ -48,12 +48,15 @@ class GrammarFrontEnd:
             params.structured_outputs = replace(asked, compiled=source)
 
     def _begin(self, asked: StructuredOutputsParams) -> Future[str]:
-        return self._thread.submit(lambda: self._check(source_of(asked)))
+        return self._thread.submit(lambda: self._check(source_of(asked, self._own_compiler().specials)))
 
-    def _compile(self, source: str) -> str:
+    def _own_compiler(self) -> GrammarCompiler:
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._make())
-        self._compiler.compile(source)
+        return self._compiler
+
+    def _compile(self, source: str) -> str:
+        self._own_compiler().compile(source)
         return source
 
     def _too_long(self) -> ValueError:

@@ -20,9 +20,12 @@ class StructuredOutputsParams:
     choice: list[str] | None = None  # the text is one of these
     grammar: str | None = None  # a context-free grammar in Lark's syntax, whose first rule is ``start``
     json_object: bool | None = None  # any JSON object
-    structural_tag: str | dict[str, Any] | None = None  # JSON within tags in free text; not served yet
+    structural_tag: str | dict[str, Any] | None = None  # structures within tags in free text; it becomes text
     disable_any_whitespace: bool = False  # JSON without spaces and line breaks between its parts
-    after: str = ""  # it begins after the first such text, the end of reasoning; "": at once
+    # Rules of Lark: ``before`` for what comes before it, with ``lead`` for what comes before calls; ``calls`` for what
+    # may come in its place. A server sets them (lamina/grammar/lark.py); "" = nothing.
+    before: str = ""
+    instead: str = ""
     # The same as the worker's library reads it; None = a front end has not compiled it yet.
     compiled: str | None = None
 
@@ -32,9 +35,9 @@ class StructuredOutputsParams:
             named = ", ".join(given) or "none"
             raise ValueError(f"structured_outputs must have exactly one of {', '.join(FORMS)}, not {named}")
         if self.structural_tag is not None:
-            raise ValueError("structured_outputs.structural_tag is not served here: take json, or a grammar with tags")
+            self.structural_tag = _json_text(self.structural_tag, "structured_outputs.structural_tag")
         if self.json is not None:
-            self.json = _schema_text(self.json)
+            self.json = _json_text(self.json, "structured_outputs.json")
         if self.choice is not None:
             if (
                 not isinstance(self.choice, list | tuple)
@@ -50,14 +53,14 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"structured_outputs.{name} must be text that is not empty, not {value!r}")
-        size = sum(len(text.encode(errors="replace")) for text in (self.json, self.regex, self.grammar) if text)
+        texts = (self.json, self.structural_tag, self.regex, self.grammar)
+        size = sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
         size += sum(len(text.encode(errors="replace")) for text in self.choice or ())
         if size > MAX_BYTES:
             raise ValueError(f"structured_outputs.{given[0]} must have at most {MAX_BYTES} bytes, not {size}")
 
 
-def _schema_text(schema: Any) -> str:
-    name = "structured_outputs.json"
+def _json_text(schema: Any, name: str) -> str:
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -68,7 +71,8 @@ def _schema_text(schema: Any) -> str:
     if value is True:
         return "{}"
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a JSON schema, which is an object, not {text[:80]}")
+        what = "a structural tag" if name.endswith("tag") else "a JSON schema"
+        raise ValueError(f"{name} must be {what}, which is an object, not {text[:80]}")
     if _depth(value) > MAX_DEPTH:
         raise ValueError(f"{name} is nested deeper than {MAX_DEPTH}")
     return text

@@ -25,10 +25,10 @@ from .request.prompt_processing import Prompt, echoed_text, split_prompts
 from .request.request_bodies import parse
 from .request.sampling_request import chat_params, completion_params
 from .request.structured_output import compile_structure
-from .request.tool_request import set_tools, tool_use_of, tool_variables
+from .request.tool_request import rules_of_calls, set_tools, tool_use_of, tool_variables
 from .response.answer_memory import answer_costs, reserve_answer
 from .response.event_stream import EventStream, json_response_of, run_until_disconnect
-from .response.message_reader import end_to_await
+from .response.message_reader import rules_before
 from .response.openai_shapes import response_shape
 from .session_routes import begin_turn
 from .tenants import cache_options_of, salt_of
@@ -97,8 +97,11 @@ async def chat(request: Request) -> Response:
         room = TextRoom(request.state.intake, service.tokenizing)
         prompt = await service.prompt_processor.chat(body.messages, variables, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
-        after = "" if not reasoning else end_to_await(reasoning, service.prompt_processor.tokenizer, prompt.ids)
-        await compile_structure(service.grammars, body, params, after=after, of_tools=use is not None)
+        if params.structured_outputs is not None:
+            tokenizer = service.prompt_processor.tokenizer
+            before = rules_before(reasoning, tokenizer, prompt.ids) if reasoning else ""
+            instead = rules_of_calls(use, tokenizer)
+            await compile_structure(service.grammars, body, params, before=before, instead=instead, use=use)
         call = await _call(request, body, asked, [replace(prompt, text=echo)], ticket, turn)
     return await _answer(request, body, call)
 

@@ -18,6 +18,7 @@ from .openapi import body_of, responses_of
 from .request.intake import TextRoom
 from .request.openai_protocol import DetokenizeRequest, TokenizeRequest
 from .request.request_bodies import parse
+from .request.tool_request import tool_variables
 from .response.event_stream import json_answer
 from .response.rows import Rows
 
@@ -119,10 +120,12 @@ async def tokenize(request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+    if body.tools and body.messages is None:
+        raise ApiError(400, "tools belong to messages: send those, or leave tools out", param="tools")
     prompter, special, intake = service.prompt_processor, body.add_special_tokens, request.state.intake
     room = TextRoom(intake, service.tokenizing)
     if body.messages is not None:
-        variables = await prompter.variables(body)
+        variables = await prompter.variables(body) | tool_variables(body)
         ids = (await prompter.chat(body.messages, variables, room, special=bool(special), counts=True)).ids
     else:
         ids = await prompter.encode(body.prompt or "", room, special=special is not False)

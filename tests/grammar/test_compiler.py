@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from lamina.grammar.compiler import GrammarCompiler, GrammarError, source_of
+from lamina.grammar.lark import up_to
 from lamina.protocol.control import Vocabulary
 from lamina.request import StructuredOutputsParams
+
+LETTERS = Vocabulary(
+    tokens=[*(bytes([i]) for i in range(256)), b"\xff<end>"], end_token_ids=[256], special_token_ids=[256]
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +57,17 @@ def test_refused_by_name(compiler: GrammarCompiler, asked: dict[str, Any], named
         ),
         ({"regex": "[a-c]/2"}, "b/2", "d"),
         ({"choice": ['ja "x"', "nein"]}, 'ja "x"', "x"),
+        ({"grammar": 'start: "ja" end\nend: "."'}, "ja.", "."),
     ],
 )
 def test_a_structure_begins_after_reasoning(asked: dict[str, Any], right: str, wrong: str) -> None:
-    letters = [bytes([i]) for i in range(256)]
-    vocabulary = Vocabulary(tokens=[*letters, b"<end>"], end_token_ids=[256], special_token_ids=[256])
-    source = source_of(StructuredOutputsParams(**asked, after="</think>"))
+    source = source_of(StructuredOutputsParams(**asked, before="before: think\n" + up_to("think", "</think>\n\n", {})))
     for thought in ("", '<think>\nHm {"b </think\n'):
-        matcher = GrammarCompiler(vocabulary).compile(source)
+        matcher = GrammarCompiler(LETTERS).compile(source)
         begun = list(f"{thought}</think>\n\n".encode())
         assert matcher.validate_tokens(begun + list(wrong.encode())) < len(begun) + len(wrong)
         assert matcher.consume_tokens(begun + list(right.encode()))
         assert matcher.is_accepting()
-    with pytest.raises(GrammarError, match="cannot follow reasoning"):
-        source_of(StructuredOutputsParams(grammar='start: "a"', after="</think>"))
 
 
 @pytest.mark.parametrize("regex", ["^a+$", "a+", "^a+", "a+$", r"^a+\\$", r"a\$", "a/b\nc"])

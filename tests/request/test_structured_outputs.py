@@ -31,7 +31,7 @@ def deep(levels: int) -> dict[str, Any]:
         ({"choice": ["a", 1]}, "structured_outputs.choice must be a list of texts"),
         ({"choice": ["x" * 40_000, "y" * 40_000]}, "structured_outputs.choice must have at most 65536 bytes"),
         ({"regex": ""}, "structured_outputs.regex must be text that is not empty"),
-        ({"structural_tag": "{}"}, "structured_outputs.structural_tag is not served here"),
+        ({"structural_tag": "[]"}, "structured_outputs.structural_tag must be a structural tag, which is an object"),
         ({"shape": 1}, "structured_outputs: .*unexpected keyword argument 'shape'"),
     ],
 )

@@ -1,7 +1,7 @@
 """Reasoning parsers: they divide a completion into reasoning and the answer, one module for each family of models.
 
-A module has ``END``, the text that ends reasoning, and ``open_parser(prompt_end)``, which returns a ReasoningParser
-(``contract.py``) for the completion of a prompt that ends so.
+A module has ``open_parser(prompt_end)``, which returns a ReasoningParser (``contract.py``) for the completion of a
+prompt that ends so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,3 @@ def open_reasoning(name: str, prompt_end: str) -> ReasoningParser:
     """Return a new parser for one completion. ``prompt_end``: the last characters of its prompt."""
     parser: ReasoningParser = _module(name).open_parser(prompt_end)
     return parser
-
-
-def end_of_reasoning(name: str) -> str:
-    """Return the text that ends reasoning."""
-    return str(_module(name).END)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from lamina.grammar.lark import Specials
+
 
 class Parts(NamedTuple):
     """Pieces of text. Both may be empty."""
@@ -18,6 +20,12 @@ class ReasoningParser(Protocol):
     """
 
     has_ended: bool  # all that follows is the answer
+
+    def rules_before(self, specials: Specials) -> str:
+        """Return rules of Lark for a new completion: ``before`` for all up to the answer, ``lead`` for all up to calls;
+        "" if the answer begins at once.
+        """
+        ...
 
     def push(self, text: str) -> Parts:
         """Add text, and return what is certain now."""

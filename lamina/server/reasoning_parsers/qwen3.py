@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .contract import ReasoningParser
-from .think_tags import END as END
 from .think_tags import ThinkTags
 
 

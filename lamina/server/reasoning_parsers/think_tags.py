@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from lamina.grammar.lark import Specials, up_to
 from lamina.server.tool_parsers.tagged import held_back
 
 from .contract import Parts
 
 BEGIN, END = "<think>", "</think>"
+SPACES = "spaces: /[ \\t\\r\\n]{0,4}/\n"  # between reasoning and the answer
 
 
 class ThinkTags:
@@ -19,6 +21,13 @@ class ThinkTags:
         self._is_open = always or end.endswith(BEGIN)
         self._held = ""
         self._is_first = True  # nothing but spaces has come
+
+    def rules_before(self, specials: Specials) -> str:
+        if self.has_ended:
+            return ""
+        think = up_to("think", END, specials, begin="" if self._is_open else BEGIN)
+        optional = "think spaces" if self._is_open else "(think spaces)?"
+        return f"before: {optional}\nlead: {optional}\n{think}{SPACES}"
 
     def push(self, text: str) -> Parts:
         self._held += text

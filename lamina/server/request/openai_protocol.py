@@ -210,6 +210,7 @@ class TokenizeRequest(Strict):
     model: Label | None = None
     prompt: Text | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    tools: Annotated[list[Tool], Field(max_length=MOST_ITEMS)] | None = None  # of a conversation
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
     chat_template_kwargs: Variables | None = None

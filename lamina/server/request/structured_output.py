@@ -9,12 +9,14 @@ from lamina.grammar.front_end import GrammarFrontEnd
 from lamina.request import SamplingParams
 from lamina.request.structured_outputs import StructuredOutputsParams
 from lamina.server.errors import ApiError
+from lamina.server.journal.journal_records import ToolUse
+from lamina.server.tool_parsers import FORCED
 
 from .openai_protocol import Sampling
 from .tool_request import tool_error
 
 FORMAT, OWN = "response_format", "structured_outputs"
-_FIELDS = frozenset(StructuredOutputsParams.__dataclass_fields__) - {"compiled", "after"}
+_FIELDS = frozenset(StructuredOutputsParams.__dataclass_fields__) - {"compiled", "before", "instead"}
 _SCHEMA = frozenset({"name", "description", "schema", "strict"})
 
 
@@ -36,13 +38,20 @@ def structure_of(body: Sampling) -> StructuredOutputsParams | None:
 
 
 async def compile_structure(
-    grammars: GrammarFrontEnd, body: Sampling, params: SamplingParams, *, after: str = "", of_tools: bool = False
+    grammars: GrammarFrontEnd,
+    body: Sampling,
+    params: SamplingParams,
+    *,
+    before: str = "",
+    instead: str = "",
+    use: ToolUse | None = None,
 ) -> None:
-    """Compile the structured outputs of ``params``, within a deadline. ``after``: the end of reasoning, after which
-    they begin. ``of_tools``: they are those of calls. Raises ApiError that names what is not supported.
+    """Compile the structured outputs of ``params``, within a deadline. ``before``, ``instead``: of
+    StructuredOutputsParams. Raises ApiError that names what is not supported.
     """
-    if params.structured_outputs is not None and after:
-        params.structured_outputs = replace(params.structured_outputs, after=after)
+    if params.structured_outputs is not None:
+        params.structured_outputs = replace(params.structured_outputs, before=before, instead=instead)
+    of_tools = use is not None and use.parser in FORCED
     try:
         await grammars.fill_async(params)
     except ValueError as e:
@@ -55,8 +64,12 @@ def _given_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     if kind == "json_object":
         return {"json_object": True}
+    if kind == "structural_tag":
+        return {"structural_tag": value}
     if kind != "json_schema":
-        raise _error(f"{FORMAT}.type must be text, json_object or json_schema, not {str(kind)[:64]!r}", FORMAT)
+        raise _error(
+            f"{FORMAT}.type must be text, json_object, json_schema or structural_tag, not {str(kind)[:64]!r}", FORMAT
+        )
     asked = (value or {}).get("json_schema")
     if not isinstance(asked, dict) or not isinstance(asked.get("schema"), dict):
         raise _error(f"{FORMAT}.json_schema must be an object with a name and a schema", FORMAT)
@@ -69,7 +82,8 @@ def _named(body: Sampling, text: str) -> ApiError:
     """Return the error by the field that the client sent."""
     if body.structured_outputs:
         return _error(text, OWN)
-    return _error(text.replace(f"{OWN}.json", f"{FORMAT}.json_schema.schema").replace(OWN, FORMAT), FORMAT)
+    text = text.replace(f"{OWN}.json", f"{FORMAT}.json_schema.schema").replace(f"{OWN}.structural_tag", FORMAT)
+    return _error(text.replace(OWN, FORMAT), FORMAT)
 
 
 def _error(text: str, param: str) -> ApiError:

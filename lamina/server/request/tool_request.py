@@ -6,13 +6,15 @@ import json
 from contextlib import suppress
 from typing import Any
 
+from lamina.grammar.lark import one_of
+from lamina.grammar.vocabulary import special_tokens
 from lamina.request import SamplingParams
 from lamina.request.structured_outputs import StructuredOutputsParams
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal_records import ToolUse
-from lamina.server.tool_parsers import needs_special_tokens
+from lamina.server.tool_parsers import FORCED, begins_of_calls, needs_special_tokens
 
-from .openai_protocol import ChatRequest, Message, Tool, ToolCall
+from .openai_protocol import ChatRequest, Message, TokenizeRequest, Tool, ToolCall
 
 CHOICES = ("none", "auto", "required")
 _ROOT = "#/$defs/"
@@ -32,9 +34,6 @@ def tool_use_of(body: ChatRequest, parser: str | None) -> ToolUse | None:
         raise _error("tool_choice needs tools: send them, or leave it out", "tool_choice")
     if choice == "none" or not tools:
         return None
-    if body.response_format not in (None, {"type": "text"}) or body.structured_outputs:
-        text = "a structure and tools in one request are not supported: leave one out, or send tool_choice none"
-        raise _error(text, "response_format" if body.response_format else "structured_outputs")
     parallel = body.parallel_tool_calls is not False
     if choice == "auto":
         if parser is None:
@@ -65,7 +64,7 @@ def _choice_of(body: ChatRequest) -> tuple[str, str]:
 
 def structure_of_calls(use: ToolUse | None) -> StructuredOutputsParams | None:
     """Return the structure of a completion that must call functions; None where it need not. Raises ApiError."""
-    if use is None or use.parser not in ("required", "named"):
+    if use is None or use.parser not in FORCED:
         return None
     schemas = {name: schema or {"type": "object"} for name, schema in use.tools.items()}
     try:
@@ -104,17 +103,26 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 def set_tools(params: SamplingParams, use: ToolUse | None) -> None:
-    """Change ``params`` so that the calls can be read. Raises ApiError."""
+    """Change ``params`` so that the calls can be read. Calls that must come replace a structure of the answer, as in
+    vLLM. Raises ApiError.
+    """
     if use is None:
         return
     if needs_special_tokens(use.parser):
         params.skip_special_tokens = False
-    params.structured_outputs = params.structured_outputs or structure_of_calls(use)
+    params.structured_outputs = structure_of_calls(use) or params.structured_outputs
 
 
-def tool_variables(body: ChatRequest) -> dict[str, Any]:
+def rules_of_calls(use: ToolUse | None, tokenizer: Any) -> str:
+    """Return the rules of Lark for calls that a model may write in place of a structured answer; "" for none."""
+    if use is None or use.parser in FORCED:
+        return ""
+    return one_of("calls", begins_of_calls(use.parser, use.tools), special_tokens(tokenizer))
+
+
+def tool_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Return the tools for the chat template; nothing where the model is to call none."""
-    if not body.tools or body.tool_choice == "none":
+    if not body.tools or (isinstance(body, ChatRequest) and body.tool_choice == "none"):
         return {}
     return {"tools": [_given(tool) for tool in body.tools]}
 

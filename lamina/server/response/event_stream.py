@@ -175,8 +175,7 @@ class EventStream(_StreamedReply):
                 for chunk in opening if batch else ():
                     events += _event(self._chunk(head, chunk, begun=False))
                 opening = [] if batch else opening
-                for one in batch:
-                    choice = self._shape.choice(*one)
+                for choice in (choice for one in batch for choice in self._shape.choices(*one)):
                     if units(choice) < LARGE:
                         events += _event(self._chunk(head, {"choices": [choice]}))
                         continue

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
+from lamina.grammar.vocabulary import special_tokens
 from lamina.server.journal.journal_records import AcceptedRecord
-from lamina.server.reasoning_parsers import end_of_reasoning, open_reasoning
+from lamina.server.reasoning_parsers import open_reasoning
 from lamina.server.tool_parsers import open_parser
 from lamina.server.tool_parsers.contract import CallBegin, Event, Text
 
@@ -20,12 +21,9 @@ def prompt_end_of(tokenizer: Any, prompt: Sequence[int]) -> str:
     return str(tokenizer.decode(list(prompt[-END_TOKENS:]), skip_special_tokens=False))
 
 
-def end_to_await(reasoning: str, tokenizer: Any, prompt: Sequence[int]) -> str:
-    """Return the text after which the answer to a prompt begins; "" if it begins at once. ``reasoning``: the name of
-    its parser.
-    """
-    has_ended = open_reasoning(reasoning, prompt_end_of(tokenizer, prompt)).has_ended
-    return "" if has_ended else end_of_reasoning(reasoning)
+def rules_before(reasoning: str, tokenizer: Any, prompt: Sequence[int]) -> str:
+    """Return the rules of Lark for what comes before the answer to a prompt. ``reasoning``: the name of its parser."""
+    return open_reasoning(reasoning, prompt_end_of(tokenizer, prompt)).rules_before(special_tokens(tokenizer))
 
 
 class MessageReader:
@@ -84,6 +82,12 @@ class MessageReader:
         if not calls or calls[-1]["index"] != index:
             calls.append({"index": index, "function": {"arguments": ""}})
         calls[-1]["function"]["arguments"] += event.text
+
+
+def one_call_each(delta: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a delta as several, each with a piece of at most one call: some clients read no more of a chunk."""
+    first, *others = delta.get("tool_calls") or [None]
+    return [delta | ({"tool_calls": [first]} if others else {}), *({"tool_calls": [call]} for call in others)]
 
 
 def message_of(delta: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lamina.server.engine_client.messages import Delta, encode_scores
 from lamina.server.journal.journal_records import AcceptedRecord
 from lamina.server.request.prompt_processing import Prompt
 
-from .message_reader import MessageReader, message_of, prompt_end_of
+from .message_reader import MessageReader, message_of, one_call_each, prompt_end_of
 from .openai_logprobs import Block, TokenTexts, chat_logprobs, joined_logprobs, prompt_logprobs_of
 from .reasoning_count import ReasoningCount
 from .token_places import Places, places_in_text
@@ -32,8 +32,10 @@ class ResponseShape(Protocol):
         """Return the chunks before the first delta, without their heads."""
         ...
 
-    def choice(self, number: int, delta: Delta) -> dict[str, Any]:
-        """Return a delta of prompt ``number`` as a choice of a chunk. Each delta is passed once, in order."""
+    def choices(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        """Return a delta of prompt ``number`` as a choice of a chunk, or of several chunks. Each delta is passed once,
+        in order.
+        """
         ...
 
     def full_choice(self, number: int, delta: Delta) -> dict[str, Any]:
@@ -71,7 +73,10 @@ class CompletionResponse:
     def first_chunks(self) -> list[dict[str, Any]]:
         return []
 
-    def choice(self, number: int, delta: Delta) -> dict[str, Any]:
+    def choices(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        return [self._choice(number, delta)]
+
+    def _choice(self, number: int, delta: Delta) -> dict[str, Any]:
         index = number * self._params.n + delta.index
         first = index not in self._begun
         self._begun.add(index)
@@ -97,7 +102,7 @@ class CompletionResponse:
         }
 
     def full_choice(self, number: int, delta: Delta) -> dict[str, Any]:
-        choice, entries = self.choice(number, delta), self._prompt_entries.get(number)
+        choice, entries = self._choice(number, delta), self._prompt_entries.get(number)
         return {
             **choice,
             "prompt_logprobs": None if entries is None else prompt_logprobs_of(self._texts, entries),
@@ -177,9 +182,12 @@ class ChatResponse:
             for i in range(self._params.n)
         ]
 
-    def choice(self, number: int, delta: Delta) -> dict[str, Any]:
+    def choices(self, number: int, delta: Delta) -> list[dict[str, Any]]:
         self.note(number, delta)
-        return self._choice(delta, *self._read(delta))
+        said, reason = self._read(delta)
+        *before, last = one_call_each(said)
+        plain = {"index": delta.index, "logprobs": None, "finish_reason": None, "stop_reason": None}
+        return [*({**plain, "delta": part} for part in before), self._choice(delta, last, reason)]
 
     def _read(self, delta: Delta) -> tuple[dict[str, Any], str | None]:
         """Return what a delta says, and why it is the last one."""

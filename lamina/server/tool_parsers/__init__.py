@@ -1,7 +1,8 @@
 """Tool parsers: they find the tool calls in a completion's text, one module for each format.
 
 A module has ``MARKS``, texts that are all in the chat templates of its format. ``SPECIAL`` says whether calls need
-special tokens in the text. ``open_parser(tools)`` returns a ToolParser (``contract.py``).
+special tokens in the text. ``begins(tools)`` returns the texts that begin calls. ``open_parser(tools)`` returns a
+ToolParser (``contract.py``).
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def open_parser(name: str, tools: Tools) -> ToolParser:
     """Return a new parser for one completion."""
     parser: ToolParser = _module(name).open_parser(tools)
     return parser
+
+
+def begins_of_calls(name: str, tools: Tools) -> tuple[str, ...]:
+    """Return the texts with which calls of this format begin."""
+    return tuple(_module(name).begins(tools))
 
 
 def needs_special_tokens(name: str) -> bool:

@@ -20,6 +20,11 @@ def _name(head: str) -> str:
     return head.partition("<｜tool▁sep｜>")[2]
 
 
+def begins(tools: Tools) -> tuple[str, ...]:
+    """Return the texts that begin calls."""
+    return (*_AROUND[:1], "<｜tool▁call▁begin｜>")
+
+
 def open_parser(tools: Tools) -> ToolParser:
     """Return a parser for one completion."""
     body = partial(NameAndJson, "\n```json\n", _name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .hermes import begins as begins
 from .hermes import open_parser as open_parser
 
 MARKS = ("<tool_call>", "<|start_of_role|>")

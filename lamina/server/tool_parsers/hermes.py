@@ -11,6 +11,11 @@ MARKS = ("<tool_call>", '"arguments":')
 SPECIAL = False
 
 
+def begins(tools: Tools) -> tuple[str, ...]:
+    """Return the texts that begin calls."""
+    return ("<tool_call>",)
+
+
 def open_parser(tools: Tools) -> ToolParser:
     """Return a parser for one completion."""
     return TaggedCalls("<tool_call>", "</tool_call>", JsonCall)

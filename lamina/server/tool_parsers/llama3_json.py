@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from . import Tools
 from .contract import Event, Text, ToolParser
 from .json_text import JsonCall
@@ -58,6 +60,11 @@ class _Objects:
         self._is_text = self._is_text or self._call.is_broken
         self._call, self._raw = None, ""
         return rest
+
+
+def begins(tools: Tools) -> tuple[str, ...]:
+    """Return the texts that begin calls."""
+    return (_TAG, *(f'{{"name": {json.dumps(name)}' for name in tools))
 
 
 def open_parser(tools: Tools) -> ToolParser:

@@ -37,6 +37,11 @@ class _Either:
         return self._body.push(text, events)
 
 
+def begins(tools: Tools) -> tuple[str, ...]:
+    """Return the texts that begin calls."""
+    return ("[TOOL_CALLS]",)
+
+
 def open_parser(tools: Tools) -> ToolParser:
     """Return a parser for one completion."""
     return TaggedCalls("[TOOL_CALLS]", "", _Either)

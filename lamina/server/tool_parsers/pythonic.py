@@ -58,6 +58,11 @@ def _json(values: dict[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
+def begins(tools: Tools) -> tuple[str, ...]:
+    """Return the texts that begin calls."""
+    return (_TAGS[0], *(f"[{name}(" for name in tools))
+
+
 def open_parser(tools: Tools) -> ToolParser:
     """Return a parser for one completion."""
     return _List(tools)

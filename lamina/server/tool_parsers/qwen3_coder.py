@@ -96,6 +96,11 @@ class _Parameters:
         return json.dumps(value, ensure_ascii=False)
 
 
+def begins(tools: Tools) -> tuple[str, ...]:
+    """Return the texts that begin calls."""
+    return ("<tool_call>", "<function=")
+
+
 def open_parser(tools: Tools) -> ToolParser:
     """Return a parser for one completion."""
     return TaggedCalls("<function=", "", partial(_Parameters, tools), ("<tool_call>", "</tool_call>"))

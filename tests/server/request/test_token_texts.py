@@ -133,7 +133,7 @@ def test_offsets_of_a_stream_are_those_of_the_whole_answer(echo: bool) -> None:
     streamed = dict[str, list[Any]]()
     for token in ids:
         delta = Delta(key=0, index=0, token_ids=[token], text="", logprobs=[encode_scores([(token, -0.5, 1)])])
-        for name, values in json.loads(encode(shape.choice(0, delta)))["logprobs"].items():
+        for name, values in json.loads(encode(shape.choices(0, delta)[-1]))["logprobs"].items():
             streamed.setdefault(name, []).extend(values)
     assert streamed == whole
 

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 from fake import FakeClient, make_service
+from msgspec.structs import replace
 from test_layers import ask, error_of
 
+from lamina.grammar.compiler import GrammarCompiler
+from lamina.grammar.vocabulary import vocabulary_of
 from lamina.request import SamplingParams
 from lamina.server.engine_client.messages import Delta, PromptTimes
 
@@ -63,6 +66,7 @@ def test_calls_that_the_model_writes() -> None:
     assert made == [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "{}"}]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
     assert "".join(delta.get("content") or "" for delta in deltas) == "Well."
+    assert all(len(delta.get("tool_calls", ())) < 2 for delta in deltas), "some clients read no more of a chunk"
     pieces = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
     assert [(piece["index"], piece["function"]["name"]) for piece in pieces if "id" in piece] == [(0, "f"), (1, "g")]
     for index, one in enumerate(made):
@@ -83,6 +87,27 @@ def test_a_call_that_is_cut_off_says_length() -> None:
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "Well.")
     (call,) = choice["message"]["tool_calls"]
     assert '{"a": 1}'.startswith(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_structure_and_tools(choice: str) -> None:
+    """Text has the structure, unless calls come. Calls that must come leave no place for it."""
+    client = FakeClient()
+    client.ready = replace(client.ready, end_token_ids=[1])
+    service = make_service(client, tool_call_parser="hermes", reasoning_parser="qwen3")
+    body: Any = {"tools": [TOOL], "tool_choice": choice, "response_format": {"type": "json_object"}}
+    response = ask("POST", CHAT, service, json={**TALK, **body})
+    assert response.status_code == 200, response.text
+    asked = client.added[-1][1].structured_outputs
+    assert asked is not None
+    words = vocabulary_of(service.prompt_processor.tokenizer, client.ready.vocab_size, [1])
+    matcher = GrammarCompiler(words).compile(asked.compiled or "")
+    calls = '[{"name": "f", "parameters": {}}]' if choice == "required" else HERMES[6:]
+    may = {'{"a": 1}': choice == "auto", calls: True, "Well.": False, f"<think> {{</think>\n{calls}": True}
+    for text, is_right in may.items():
+        tokens = service.prompt_processor.tokenizer.encode(text, add_special_tokens=False)
+        matcher.reset()
+        assert (matcher.validate_tokens(tokens) == len(tokens)) == is_right, text
 
 
 def test_without_tools_text_stays_text() -> None:
@@ -128,8 +153,6 @@ def test_reasoning_is_a_field_of_its_own(name: str, text: str, reasoning: str | 
          "tool_choice names 'g', which tools does not have"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         ({"tools": [TOOL]}, "tools", "no tool parser reads this model's chat template"),
-        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format",
-         "a structure and tools in one request are not supported"),
         ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]}, "messages.0.tool_call_id",
          "messages.0.tool_call_id must be the id of a call"),
         ({"messages": [{"role": "user", "content": "y", "tool_calls": [CALL]}]}, "messages.0.tool_calls",
@@ -164,3 +187,8 @@ def test_templates_get_tools_and_arguments_as_objects(arguments: Any) -> None:
         response = ask("POST", CHAT, service, json=body)
         assert response.status_code == 200, response.text
         assert tokenizer.decode(client.added[-1][0]) == f"{shown}|hi|f=1|twocall-1"
+    for tools, shown in (([TOOL], "f"), ([], "-")):
+        counted = ask("POST", "/tokenize", service, json={"messages": talk, "tools": tools}).json()
+        assert tokenizer.decode(counted["tokens"]) == f"{shown}|hi|f=1|twocall-1"
+    refused = ask("POST", "/tokenize", service, json={"prompt": "hi", "tools": [TOOL]})
+    assert error_of(refused)["message"] == "tools belong to messages: send those, or leave tools out"
