@@ -10,7 +10,12 @@ class BlockSelection(Feature):
     """Tells memory workers of rows that attend another number of blocks than the engine's options say."""
 
     def extend_plan(self, draft: PlanDraft) -> None:
-        """Add an op for each sequence that decodes and has a number of its own."""
+        """Add an op for each sequence with one row that attends another number of blocks.
+
+        Prompt tokens attend all blocks. One of them may be alone in a step, such as the last one if the KV of all others
+        is cached.
+        """
         for sequence, count in draft.picked.items():
-            if count == 1 and (sequence.full_attention or sequence.kv_budget):
-                draft.batch.ops.append(SelectBlocks(sequence.id, 0 if sequence.full_attention else sequence.kv_budget))
+            is_dense = sequence.full_attention or sequence.num_computed_tokens < len(sequence.prompt)
+            if count == 1 and (is_dense or sequence.kv_budget):
+                draft.batch.ops.append(SelectBlocks(sequence.id, 0 if is_dense else sequence.kv_budget))

@@ -121,6 +121,17 @@ def test_queries_select_the_same_blocks_whoever_holds_the_heads(
         assert answers == selecting
 
 
+def test_a_cached_prompt_gives_the_same_answer_again(llama_path: Path) -> None:
+    """The last row of a cached prompt is alone in its step, and attends everything like the rest of the prompt."""
+    with LLM(str(llama_path), **SELECT) as llm:
+        answers = [llm.generate(prompt, PARAMS)[0] for prompt in LONG * 2]
+    assert tokens_of(answers[:2]) == tokens_of(answers[2:])
+    firsts = [answer.outputs[0].logprobs[0] for answer in answers]
+    assert [{k: v.logprob for k, v in x.items()} for x in firsts[:2]] == [
+        {k: pytest.approx(v.logprob, abs=1e-4) for k, v in x.items()} for x in firsts[2:]
+    ]
+
+
 def test_a_budget_for_all_is_no_approximation(llama_path: Path, dense: Any) -> None:
     with LLM(str(llama_path), **{**SELECT, "kv_budget": 512}) as llm:
         assert told(llm.generate(PROMPTS, PARAMS)) == dense
