@@ -12,8 +12,7 @@ class BlockSelection(Feature):
     def extend_plan(self, draft: PlanDraft) -> None:
         """Add an op for each sequence with one row that attends another number of blocks.
 
-        Prompt tokens attend all blocks. One of them may be alone in a step, such as the last one if the KV of all others
-        is cached.
+        Prompt tokens attend all blocks. One may be alone in a step: the last one if the KV of all others is cached.
         """
         for sequence, count in draft.picked.items():
             is_dense = sequence.full_attention or sequence.num_computed_tokens < len(sequence.prompt)
