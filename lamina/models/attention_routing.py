@@ -244,6 +244,8 @@ def routed_attention(
             config._attn_implementation = name
             config._experts_implementation = experts
             config.use_cache = False  # for models whose own forward does not take it
+            if getattr(config, "use_bidirectional_attention", None) == "vision":
+                config.use_bidirectional_attention = None  # no token of a text is of an image
         freeze_frequencies(model, max_model_len)
         yield router
 

@@ -32,7 +32,15 @@ from .model_files import one_line
 from .quantization.pack_weights import fill, replace_layers
 from .read_shard import WHOLE, StoredTensors, read_shard
 from .tensor_parallel_shard import plan_shard
-from .weight_names import FLOATS, WeightNames, check_all_used, name_first, stored_matrices, text_weights
+from .weight_names import (
+    FLOATS,
+    AbsentPart,
+    WeightNames,
+    check_all_used,
+    name_first,
+    stored_matrices,
+    text_weights,
+)
 from .weight_pages import prefault_weights
 
 # Loading, routing and torch.export change state of the whole process, which several workers may share.
@@ -152,7 +160,7 @@ def from_config(
         directory = find_checkpoint(source, trust_remote_code=trust_remote_code, weights=False)
         config = read_config(directory, trust_remote_code=trust_remote_code)
     chosen = DTYPES.get(dtype) or getattr(config, "dtype", None) or torch.float32
-    with torch.device(device), _quiet():
+    with torch.device(device), _quiet(), absent_parts():
         auto = _auto_class(config)
         model: nn.Module = auto.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
     return model.eval().requires_grad_(False)
@@ -168,6 +176,29 @@ def _auto_class(config: Any) -> Any:
     own_code = getattr(config, "auto_map", None)
     is_multimodal = config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and not own_code
     return transformers.AutoModelForMultimodalLM if is_multimodal else transformers.AutoModelForCausalLM
+
+
+@contextlib.contextmanager
+def absent_parts() -> Iterator[None]:
+    """Put an ``AbsentPart`` in the place of each part of a multimodal model whose package is not installed, such as
+    timm for the images of Gemma 3n.
+    """
+    from transformers import AutoModel
+
+    auto: Any = AutoModel
+    own, make = vars(auto)["from_config"], auto.from_config
+
+    def from_config_or_absent(config: Any, **options: Any) -> Any:
+        try:
+            return make(config, **options)
+        except ImportError:
+            return AbsentPart()
+
+    auto.from_config = from_config_or_absent
+    try:
+        yield
+    finally:
+        auto.from_config = own
 
 
 def weights_dtype(directory: Path, config: Any, dtype: str) -> torch.dtype:
@@ -289,7 +320,7 @@ def _from_pretrained(
     directory: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool, progress: OnProgress | None
 ) -> nn.Module:
     try:
-        with _quiet(progress):
+        with _quiet(progress), absent_parts():
             model, info = _auto_class(config).from_pretrained(
                 directory,
                 config=config,

@@ -24,6 +24,10 @@ _OLD_BUFFER = re.compile(r"\b((attn|attention)\.(bias|masked_bias|causal_mask)|i
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
+class AbsentPart(nn.Module):
+    """A part of a multimodal model that no text runs through, where it is not made. It has no weights."""
+
+
 class WeightTarget(NamedTuple):
     """The weight of a model that a stored one becomes, or becomes a part of by ``converter``, of transformers."""
 
@@ -63,12 +67,13 @@ def check_all_used(model: nn.Module, directory: Path, *, allow_unused: bool = Fa
     leave out for this class are no fault. ``allow_unused``: nor are others.
     """
     names, further = WeightNames(model), _speculating_layers(model)
+    absent = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, AbsentPart))
     unused: dict[str, str] = {}  # names in the files, by those that the model would have
     for weight in stored_weights(directory):
         target = names.find(weight.name).name
         if target not in names.tensors:
             layer = _LAYER.search(weight.name)
-            if not _is_old_buffer(weight) and not (layer and int(layer[1]) in further):
+            if not (absent and target.startswith(absent)) and not _is_old_buffer(weight) and not (layer and int(layer[1]) in further):
                 unused[target] = weight.name
         elif not _can_hold(names.tensors[target].dtype, weight):
             raise ModelError(
@@ -97,7 +102,7 @@ def text_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     parts = [model]
     if model.config.get_text_config(decoder=True) is not model.config:
         parts = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
-    own = {id(weight) for part in parts for weight in part.parameters()}
+    own = {id(weight) for part in parts if part is not None for weight in part.parameters()}
     return ((n, w) for n, w in model.named_parameters(remove_duplicate=False) if id(w) in own)
 
 

@@ -6,7 +6,9 @@ logits, so that a part that is left out changes tokens.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,6 +55,8 @@ VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "depth": 1, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64, "num_channels": 3,
     "text_hidden_size": 64, "video_temporal_patch_size": 2,
+    "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "output_dim": 64,
+    "downsample_hidden_size": 16,
 }  # fmt: skip
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What some kinds need in addition, so that their parts fit together.
@@ -67,10 +71,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "lfm2": {"layer_types": ["conv", FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", FULL] * 2},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
     "paddleocr_vl_text": {"rope_parameters": {**DEFAULT_ROPE, "mrope_section": [2, 3, 3]}},
-    "hunyuan_vl_text": {"head_dim": 16},
+    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": {**DEFAULT_ROPE, "mrope_section": [2, 2, 2, 2]}},
+    "mistral4": {"head_dim": 8},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [32, 32], "rope_parameters": {**DEFAULT_ROPE, "mrope_section": [1, 1, 2]},
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGA": 5}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 7, "vision_end_token_id": 8},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 7, "vision_end_token_id": 8},
     "gpt_neo": {"num_layers": LAYERS, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
     "stablelm": {"num_attention_heads": 8},
     "gptj": {"rotary_dim": 8},
@@ -102,7 +113,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Sections of M-RoPE, for heads of 8 elements.
 SECTIONS = {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}}
-WITH_SECTIONS = ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text", "glm_ocr_text")
+WITH_SECTIONS = ("qwen2_5_omni_text", "qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text", "glm_ocr_text")
 # Encoder-decoders whose decoder alone is a causal language model.
 DECODERS = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
@@ -158,16 +169,33 @@ def build(name: str, seed: int = 0) -> Any:
     options = {**shrunk(default, kind), **VARIANTS.get(name, {})}
     options = {k: v for k, v in options.items() if k != "model_type" and not (v is None and k in LAYER_LISTS)}
     config = type(default)(**options)
-    with torch.device("meta"):
+    with torch.device("meta"), without_timm():
         size = sum(p.numel() for p in auto.from_config(config).parameters())
     if size > LARGEST:
         raise RuntimeError(f"not shrunk: {size} weights")
     torch.manual_seed(seed)
-    model = auto.from_config(config).float()
+    with without_timm():
+        model = auto.from_config(config).float()
     enlarge(model, seed)
     if kind == "xmod":
         model.set_default_language("en_XX")
     return model.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def without_timm() -> Iterator[None]:
+    """Put a module without weights in the place of a part for images that the package timm would make."""
+    from transformers import AutoModel
+
+    auto: Any = AutoModel
+    own, make = vars(auto)["from_config"], auto.from_config
+    auto.from_config = lambda config, **options: (
+        nn.Identity() if config.model_type in ("gemma3n_vision", "timm_wrapper") else make(config, **options)
+    )
+    try:
+        yield
+    finally:
+        auto.from_config = own
 
 
 def shrunk(config: Any, kind: str) -> dict[str, Any]:

@@ -6,24 +6,26 @@ Covers: lamina/models/meta_capture.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_table.tiny_models import POSITIONS, build
+from safetensors.torch import load_file, save_file
 
 import lamina
 from lamina import LLM, SamplingParams
 from lamina.models.attention_routing import routed_attention
 from lamina.models.convert import convert_model
-from lamina.models.errors import UnsupportedModelError
+from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.models.load import load
 from lamina.models.meta_capture import plan_cuts
 
 # Those whose text part is served.
 KINDS = (
-    "aya_vision", "cohere2_vision", "gemma3", "gemma4", "glm4v", "got_ocr2", "internvl", "llama4", "llava",
+    "aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "glm4v", "got_ocr2", "internvl", "llama4", "llava",
     "llava_onevision", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm",
 )  # fmt: skip
 QUICK = ("llava",)
@@ -62,6 +64,22 @@ def test_a_multimodal_module_can_be_wrapped(kind: str) -> None:
     want = expected(model)
     with lamina.wrap(model, **OPTIONS) as split:
         assert split.generate(ids, **settings)[0, ids.shape[1] :].tolist() == want
+
+
+@pytest.mark.long
+def test_a_part_for_images_whose_package_is_missing_is_left_out(tmp_path: Path) -> None:
+    """timm makes that of Gemma 3n. Its weights are in the files, and no text runs through them."""
+    assert find_spec("timm") is None, "this test is of a place without it"
+    model = build("gemma3n")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    seen = {**weights, "model.vision_tower.timm_model.conv_stem.weight": torch.ones(4, 4)}
+    save_file(seen, tmp_path / "model.safetensors", {"format": "pt"})
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        assert llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids == expected(model)
+    save_file({**weights, "model.other.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not use: model\.other\.weight; --allow-unused-weights"):
+        load(tmp_path)
 
 
 def run_with(model: Any, change: Callable[[dict[str, Any]], Any]) -> None:
