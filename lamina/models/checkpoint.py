@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from . import config_overrides, quantization
 from .errors import ModelError, UnsupportedModelError
-from .model_files import READ, check_counts, check_files, one_line, read_json
+from .model_files import READ, check_counts, check_files, one_line, own_class_text, read_json
 from .quantization import gguf_file
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -113,8 +113,9 @@ def read_config(directory: Path, *, trust_remote_code: bool = False, hf_override
             vars(config).pop("auto_map", None)  # transformers' own class is used
     except Exception as error:  # any class, as architectures have their own checks
         with_them = " with --hf-overrides" if hf_overrides else ""
+        own = own_class_text(raw) if "auto_map" in raw else ""
         raise ModelError(
-            f"{directory}/config.json{with_them} is not a valid configuration: {one_line(error)}"
+            f"{directory}/config.json{with_them} is not a valid configuration: {one_line(error)}{own}"
         ) from error
     if hf_overrides:
         config_overrides.check_known(directory, read_json(directory / "config.json", ""), hf_overrides, config)
@@ -254,7 +255,7 @@ def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
     if not isinstance(kind, str):
         raise ModelError(f"{directory}/config.json names no model_type")
     if kind not in CONFIG_MAPPING_NAMES:
-        raise UnsupportedModelError(f"{directory}: transformers has no architecture {kind!r}")
+        raise UnsupportedModelError(f"{directory}: transformers has no architecture {kind!r}{own_class_text(raw)}")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         raise UnsupportedModelError(f"{directory}: {kind!r} is not a causal language model")
 

@@ -34,7 +34,7 @@ def overridden(directory: Path, raw: dict[str, Any], overrides: str, *, trust_re
     given = json.loads(overrides)
     check_keys(directory, "--hf-overrides", given, trust_remote_code=trust_remote_code)
     merged = _merged(raw, given)
-    if not trust_remote_code:
+    if not trust_remote_code or "model_type" in given:
         merged.pop("auto_map", None)  # transformers' own class is used
     return merged
 

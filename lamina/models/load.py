@@ -28,7 +28,7 @@ from .checkpoint import (
     stored_weights,
 )
 from .errors import ModelError
-from .model_files import one_line
+from .model_files import one_line, own_class_text
 from .quantization.pack_weights import fill, replace_layers
 from .read_shard import WHOLE, StoredTensors, read_shard
 from .tensor_parallel_shard import plan_shard
@@ -332,7 +332,8 @@ def _from_pretrained(
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
     except Exception as error:  # any class, as architectures have their own code for odd configurations
-        raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
+        own = own_class_text(vars(config)) if getattr(config, "auto_map", None) else ""
+        raise ModelError(f"{directory} cannot be loaded: {one_line(error)}{own}") from error
     if wrong := sorted(info["mismatched_keys"]):
         name, got, expected = wrong[0]
         raise ModelError(f"{directory}: {name} is {list(got)} in its file, and {list(expected)} by config.json")

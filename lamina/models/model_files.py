@@ -137,9 +137,10 @@ def _check_keys(directory: Path, name: str, value: dict[str, Any], inside: list[
         if path == ("auto_map",) and _is_native(name, value):
             continue
         if inner and (names := _named(directory, name, path[-1], inner, inside)):
+            own = own_class_text(value) if path == ("auto_map",) and name == "config.json" else ""
             raise ModelError(
                 f"{directory} names {names} ({'.'.join(path)} in {name}), which is not used by default: pass "
-                f"--trust-remote-code if you trust it, or remove the key"
+                f"--trust-remote-code if you trust it, or remove the key{own}"
             )
 
 
@@ -158,6 +159,23 @@ def _is_native(name: str, config: dict[str, Any]) -> bool:
 
     kind = config.get("model_type")
     return isinstance(kind, str) and config.get("architectures") == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)]
+
+
+def own_class_text(config: dict[str, Any]) -> str:
+    """Return text on how to use the class of transformers that a configuration of another type names; "" if there is
+    none. Whether the two compute the same is for the user to know.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kinds = {each: kind for kind, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    names = config.get("architectures")
+    own = (
+        next((name for name in names if isinstance(name, str) and name in kinds), "") if isinstance(names, list) else ""
+    )
+    if not own or kinds[own] == config.get("model_type"):
+        return ""
+    override = json.dumps({"model_type": kinds[own]})
+    return f"; transformers has {own} itself: --hf-overrides '{override}' uses that, if it is the same"
 
 
 def _named(directory: Path, name: str, key: str, value: Any, inside: list[str]) -> str:

@@ -73,7 +73,11 @@ def check_all_used(model: nn.Module, directory: Path, *, allow_unused: bool = Fa
         target = names.find(weight.name).name
         if target not in names.tensors:
             layer = _LAYER.search(weight.name)
-            if not (absent and target.startswith(absent)) and not _is_old_buffer(weight) and not (layer and int(layer[1]) in further):
+            if (
+                not (absent and target.startswith(absent))
+                and not _is_old_buffer(weight)
+                and not (layer and int(layer[1]) in further)
+            ):
                 unused[target] = weight.name
         elif not _can_hold(names.tensors[target].dtype, weight):
             raise ModelError(

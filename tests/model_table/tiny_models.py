@@ -113,7 +113,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Sections of M-RoPE, for heads of 8 elements.
 SECTIONS = {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}}
-WITH_SECTIONS = ("qwen2_5_omni_text", "qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text", "glm_ocr_text")
+WITH_SECTIONS = (
+    "qwen2_5_omni_text",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "glm4v_text",
+    "glm4v_moe_text",
+    "glm_ocr_text",
+)
 # Encoder-decoders whose decoder alone is a causal language model.
 DECODERS = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",

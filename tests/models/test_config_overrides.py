@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_table.tiny_models import enlarge
+from model_table.tiny_models import build, enlarge
 from transformers import (
     AutoConfig,
     Gemma3Config,
@@ -239,3 +239,50 @@ def test_the_flag_is_json_and_checked_before_a_start(llama: Path, capsys: pytest
     assert line in capsys.readouterr().err
     assert main([*command, "--hf-overrides", '{"rms_norm_epz": 1}']) == 2
     assert "did you mean rms_norm_eps?" in capsys.readouterr().err
+
+
+OWN = (
+    '; transformers has DeepseekV3ForCausalLM itself: --hf-overrides \'{"model_type": "deepseek_v3"}\' uses that, '
+    "if it is the same"
+)
+
+
+def test_a_model_whose_code_is_of_another_time_can_take_the_class_that_transformers_has(tmp_path: Path) -> None:
+    """Kimi K2's: its type is unknown, its class is DeepSeek-V3's, and its code wants an older transformers."""
+    model = build("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "own.py").write_text("from transformers import gone\n")
+    with pytest.raises(ModelError) as refused:
+        load(tmp_path)
+    assert str(refused.value) == (
+        f"{tmp_path} names its own code (auto_map in config.json), which is not used by default: pass "
+        f"--trust-remote-code if you trust it, or remove the key{OWN}"
+    )
+    with pytest.raises(
+        ModelError, match=r"is not a valid configuration: cannot import name 'gone'.*deepseek_v3.*same$"
+    ):
+        load(tmp_path, trust_remote_code=True)
+    given = text_of({"model_type": "deepseek_v3"})
+    loaded = load(tmp_path, trust_remote_code=True, hf_overrides=given).model
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k != "auto_map"}))
+    with pytest.raises(ModelError) as refused:
+        load(tmp_path)
+    assert str(refused.value) == f"{tmp_path}: transformers has no architecture 'kimi_k2'{OWN}"
+    assert type(load(tmp_path, hf_overrides=given).model) is type(model)
+
+
+def test_the_code_that_fails_when_the_model_is_made_says_so_too(tmp_path: Path) -> None:
+    build("deepseek_v3").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "two.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    own = "from transformers import DeepseekV3Config\n\n\nclass Own(DeepseekV3Config):\n    model_type = 'kimi_k2'\n"
+    (tmp_path / "own.py").write_text(own)
+    (tmp_path / "two.py").write_text("from transformers import gone\n")
+    with pytest.raises(ModelError, match=r"cannot be loaded: cannot import name 'gone'.*deepseek_v3.*same$"):
+        load(tmp_path, trust_remote_code=True)
