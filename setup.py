@@ -73,6 +73,11 @@ setup(
             *sorted(glob("csrc/rows/*.cpp")),
             flags=["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
         ),
+        native(
+            "lamina.ops.recurrence._recurrence",
+            *sorted(glob("csrc/recurrence/*.cpp")),
+            flags=["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+        ),
         native("lamina.workers.compute._compute", *sorted(glob("csrc/compute/*.cpp"))),
         native("lamina.workers.memory._memory", *sorted(glob("csrc/memory/*.cpp"))),
         native("lamina.ops.sampling._sampling", *sorted(glob("csrc/sampling/*.cpp")), flags=["-ffp-contract=off"]),

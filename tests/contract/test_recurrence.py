@@ -1,7 +1,7 @@
 """The contract of lamina.ops.recurrence.RecurrenceBackend, run over every entry of the table.
 
 The oracles are the functions of transformers' modeling files, which models compute with, and the definition in float64.
-Covers: lamina/ops/recurrence/reference.py.
+Covers: lamina/ops/recurrence/native.py, lamina/ops/recurrence/reference.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from lamina.ops.recurrence.spec import RecurrenceSpec
 
 pytestmark = pytest.mark.no_retry
 
-ENTRIES = [*BACKENDS]
+native = pytest.importorskip("lamina.ops.recurrence._recurrence", reason="the native module was not built")
+
+ENTRIES = [*BACKENDS, *(f"native/{variant}" for variant in native.usable())]
 ALL = {**SPECS, **LARGE}
 BOUND = 1e-5  # of fp32, relative to the largest number
 # Modeling files that have functions of a kind, of their own.
@@ -39,6 +41,11 @@ FILES = {
 
 @cache
 def open_entry(name: str) -> RecurrenceBackend:
+    """Opens an entry of the table, or ``native/variant``."""
+    if "/" in name:
+        from lamina.ops.recurrence.native import NativeRecurrence
+
+        return NativeRecurrence(2, name.partition("/")[2])
     return get(name, torch.device("cpu"))
 
 
@@ -312,6 +319,30 @@ def test_operands_that_do_not_fit(entry: str) -> None:
         run(backend, layer, Segments.of([whole(4)]), states)
     with pytest.raises(ValueError, match=r"states \[3, \d+\] are needed, and there are \[2, \d+\]"):
         run(backend, layer, Segments.of([Segment(0, 3, 3, ZEROS, 2)]), states)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_instruction_sets_with_fused_products_agree(name: str) -> None:
+    """A sequence can move between workers of different CPUs."""
+    if not {"avx2", "avx512"} <= {*native.usable()}:
+        pytest.skip("this CPU has no AVX-512")
+    layer = make_layer(ALL[name], 37)
+    results = [alone(open_entry(f"native/{variant}"), layer, 20) for variant in ("avx2", "avx512")]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_numbers_of_16_bits(entry: str, dtype: torch.dtype) -> None:
+    """All are read and rounded as torch does: subnormal ones, infinities, NaN, and halves that are too large."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)[None]
+    spec = RecurrenceSpec(kind="convolution", heads=2**16, width=2, silu=False)
+    for factor in (1.0, 1.0009, 0.4995):
+        layer = Layer(spec, {"weight": torch.tensor([[0.0, factor]]).repeat(2**16, 1)}, {"x": numbers})
+        out, _ = alone(open_entry(entry), layer)
+        right = (numbers.float() * factor).to(dtype)
+        assert torch.equal(out.isnan(), right.isnan())
+        assert torch.equal(out.nan_to_num(), right.nan_to_num())
 
 
 def test_unknown_entry() -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .spec import RecurrenceSpec
 
 # name -> module of this package with a function open_backend(device); imported when first used. The best comes first.
-BACKENDS: dict[str, str] = {"reference": "reference"}
+BACKENDS: dict[str, str] = {"native": "native", "reference": "reference"}
 
 
 class RecurrenceBackend(Protocol):
@@ -46,7 +46,8 @@ class RecurrenceBackend(Protocol):
     ) -> Tensor:
         """Compute the rows of all segments, and write the versions after them.
 
-        ``static``: the tensors of ``spec.static_shapes``, of any float dtype. ``inputs``: those of
+        ``static``: the tensors of ``spec.static_shapes``, of any float dtype. Neither the dict nor what it holds is
+        changed later, as a backend may keep a copy of its own. ``inputs``: those of
         ``spec.input_columns``, [rows, columns], each of any float dtype; columns have no gaps. ``states`` [slots,
         spec.state_size] fp32 without gaps: one version of one sequence in each slot; it is written in place. Returns
         [rows, spec.output_columns] in the dtype of ``x``; rows of no segment have any contents. Raises ValueError for

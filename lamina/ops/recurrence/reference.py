@@ -210,5 +210,4 @@ def _by_head(spec: RecurrenceSpec, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chosen(segments: Segments, numbers: Ints) -> Segments:
-    columns = (segments.first, segments.rows, segments.prompt, segments.read, segments.write)
-    return Segments(*(column[numbers] for column in columns))
+    return Segments(segments.table[numbers])

@@ -28,26 +28,46 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of a step, made once for all layers; int64 arrays with an entry for each segment."""
+    """The segments of a step, made once for all layers: int64 [segments, 5], a line for each ``Segment``."""
 
-    first: Ints
-    rows: Ints
-    prompt: Ints
-    read: Ints
-    write: Ints
+    table: Ints
 
     @staticmethod
     def of(segments: Iterable[Segment]) -> Segments:
-        """Make the arrays. A slot is written once, and read only as it was before the step, except that a segment may
+        """Make the table. A slot is written once, and read only as it was before the step, except that a segment may
         read what the segment before it in the list writes. Raises ValueError for anything else.
         """
-        table = np.array([*segments], dtype=np.int64).reshape(-1, 5)
-        made = Segments(*(np.ascontiguousarray(column) for column in table.T))
+        made = Segments(np.array([*segments], dtype=np.int64).reshape(-1, len(Segment._fields)))
         made._check()
         return made
 
+    @property
+    def first(self) -> Ints:
+        return self.table[:, 0]
+
+    @property
+    def rows(self) -> Ints:
+        return self.table[:, 1]
+
+    @property
+    def prompt(self) -> Ints:
+        return self.table[:, 2]
+
+    @property
+    def read(self) -> Ints:
+        return self.table[:, 3]
+
+    @property
+    def write(self) -> Ints:
+        return self.table[:, 4]
+
+    @cached_property
+    def address(self) -> int:
+        """The place of the table, which has no gaps."""
+        return int(self.table.ctypes.data)
+
     def __len__(self) -> int:
-        return len(self.first)
+        return len(self.table)
 
     @cached_property
     def rows_end(self) -> int:
