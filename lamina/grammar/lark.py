@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 Specials = Mapping[str, int]  # text of a special token -> its id: the library's plain text has none of them
 
@@ -22,19 +22,28 @@ def anything(specials: Specials) -> str:
     return rf"(/(.|\n)+/ | <[{ids}]>)*" if ids else r"/(.|\n)*/"
 
 
-def up_to(rule: str, end: str, specials: Specials, *, begin: str = "") -> str:
-    """Return a rule for the text up to the first ``end``; it begins with spaces and ``begin``, if that is given."""
-    if end in specials or begin in specials:
-        first = rf"/[ \t\r\n]{{0,4}}/ {sequence(begin, specials)} " if begin else ""
-        return rf"{rule}: {first}/(.|\n)*/ {sequence(end, specials)}" + "\n"
-    first = rf"[ \t\r\n]{{0,4}}{_literal(begin)}" if begin else ""
-    return rf"{rule}[lazy]: /{first}(.|\n)*{_literal(end)}/" + "\n"
+def up_to(rule: str, ends: Sequence[str], specials: Specials, *, begins: Sequence[str] = ()) -> str:
+    """Return a rule for the text up to the first one of ``ends``; it begins with spaces and one of ``begins``, if there
+    are any.
+    """
+    if any(mark in specials for mark in (*ends, *begins)):
+        first = rf"/[ \t\r\n]{{0,4}}/ ({_any(begins, specials)}) " if begins else ""
+        return rf"{rule}: {first}/(.|\n)*/ ({_any(ends, specials)})" + "\n"
+    first = rf"[ \t\r\n]{{0,4}}({_literals(begins)})" if begins else ""
+    return rf"{rule}[lazy]: /{first}(.|\n)*({_literals(ends)})/" + "\n"
 
 
-def one_of(rule: str, begins: Iterable[str], specials: Specials) -> str:
+def _any(texts: Sequence[str], specials: Specials) -> str:
+    return " | ".join(sequence(text, specials) for text in texts)
+
+
+def one_of(rule: str, begins: Sequence[str], specials: Specials) -> str:
     """Return a rule for any text that begins with one of ``begins``."""
-    first = " | ".join(sequence(begin, specials) for begin in begins)
-    return f"{rule}: ({first}) {anything(specials)}\n"
+    return f"{rule}: ({_any(begins, specials)}) {anything(specials)}\n"
+
+
+def _literals(texts: Sequence[str]) -> str:
+    return "|".join(map(_literal, texts))
 
 
 def _literal(text: str) -> str:

@@ -86,7 +86,7 @@ class _Rules:
         if isinstance(content, dict) and content.get("type") == "any_text" and len(ends) == 1 and ends[0]:
             self._count += 1
             name = f"format_{self._count}"
-            self.lines.append(up_to(name, ends[0], self._specials).rstrip("\n"))
+            self.lines.append(up_to(name, ends, self._specials).rstrip("\n"))
             return name
         closing = " | ".join(sequence(end, self._specials) or '""' for end in ends)
         return f"{self.item(content, depth + 1, is_last=is_last and ends == [''])} ({closing})"
@@ -107,7 +107,7 @@ class _Rules:
         ways = list[str]()
         for trigger, rests in bodies.items():
             self._count += 1
-            self.lines.append(up_to(f"head_{self._count}", trigger, self._specials).rstrip("\n"))
+            self.lines.append(up_to(f"head_{self._count}", [trigger], self._specials).rstrip("\n"))
             ways.append(f"head_{self._count} ({' | '.join(rests)})")
         anywhere, text = self._rule(" | ".join(ways)), self._rule("/(.|\\n)*/")
         first = self._rule(" | ".join(whole)) if given.get("at_least_one") else ""

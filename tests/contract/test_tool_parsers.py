@@ -5,7 +5,9 @@ The texts are written by hand as the families' chat templates render an assistan
 Covers: lamina/server/tool_parsers/contract.py, lamina/server/tool_parsers/json_text.py,
 lamina/server/tool_parsers/tagged.py, lamina/server/tool_parsers/hermes.py, lamina/server/tool_parsers/qwen3_coder.py,
 lamina/server/tool_parsers/mistral.py, lamina/server/tool_parsers/llama3_json.py,
-lamina/server/tool_parsers/deepseek_v3.py, lamina/server/tool_parsers/pythonic.py.
+lamina/server/tool_parsers/deepseek_v3.py, lamina/server/tool_parsers/pythonic.py,
+lamina/server/tool_parsers/tagged_parameters.py, lamina/server/tool_parsers/harmony.py,
+lamina/server/tool_parsers/openai.py.
 """
 
 # ruff: noqa: RUF001 - the model's marks have wide bars
@@ -107,6 +109,64 @@ def deepseek_v3(content: str, calls: list[Call]) -> str:
     return f"{content}<｜tool▁calls▁begin｜>" + "\n".join(each) + "<｜tool▁calls▁end｜>"
 
 
+def deepseek_v31(content: str, calls: list[Call]) -> str:
+    each = [f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{dumps(given)}<｜tool▁call▁end｜>" for name, given in calls]
+    return f"{content}<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
+
+
+def glm45(content: str, calls: list[Call]) -> str:
+    tags = [
+        f"<tool_call>{name}\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{xml_value(value)}</arg_value>\n" for key, value in given.items()
+        )
+        + "</tool_call>"
+        for name, given in calls
+    ]
+    return "\n".join([*[content] * bool(content), *tags])
+
+
+def kimi_k2(content: str, calls: list[Call]) -> str:
+    each = [
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{dumps(given)}<|tool_call_end|>"
+        for i, (name, given) in enumerate(calls)
+    ]
+    return f"{content}<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+
+
+def minimax_m2(content: str, calls: list[Call]) -> str:
+    each = [
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{key}">{xml_value(value)}</parameter>\n' for key, value in given.items())
+        + "</invoke>\n"
+        for name, given in calls
+    ]
+    return f"{content}\n<minimax:tool_call>\n{''.join(each)}</minimax:tool_call>"
+
+
+def phi4_mini_json(content: str, calls: list[Call]) -> str:
+    return content + "functools" + dumps([{"name": name, "arguments": given} for name, given in calls])
+
+
+def openai(content: str, calls: list[Call]) -> str:
+    thought = "<|channel|>analysis<|message|>I call [them].<|end|>"
+    said = [f"<|channel|>commentary<|message|>{content}<|end|>"] if content else []
+    made = [
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(given)}<|call|>"
+        for name, given in calls
+    ]
+    return "<|start|>assistant".join([thought, *said, *made])
+
+
+def openai_by_role(content: str, calls: list[Call]) -> str:
+    made = [
+        f" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>{dumps(given)}<|call|>"
+        for name, given in calls
+    ]
+    first = f"{content}<|end|><|start|>assistant" if content else ""
+    return first + "<|start|>assistant".join(made)
+
+
 def required(content: str, calls: list[Call]) -> str:
     return json.dumps([{"name": name, "parameters": given} for name, given in calls], ensure_ascii=False, indent=1)
 
@@ -123,6 +183,13 @@ FORMS: list[tuple[str, Render]] = [
     ("llama3_json", llama3_tag),
     ("pythonic", pythonic),
     ("deepseek_v3", deepseek_v3),
+    ("deepseek_v31", deepseek_v31),
+    ("glm45", glm45),
+    ("kimi_k2", kimi_k2),
+    ("minimax_m2", minimax_m2),
+    ("phi4_mini_json", phi4_mini_json),
+    ("openai", openai),
+    ("openai", openai_by_role),
     ("required", required),
 ]
 NO_CONTENT = ("llama3_json", "pythonic", "required", "named")  # calls are the whole text
@@ -181,7 +248,7 @@ def test_a_text_that_is_cut_off_anywhere_shows_no_part_of_a_call(name: str, rend
     content = "" if name in NO_CONTENT else "Well."
     text = render(content, ONE)
     whole = parsed(name, [text])[1][0][1]
-    for end in range(len(content) + 5, len(text)):
+    for end in range(text.index(content) + len(content) + 5, len(text)):
         said, made = parsed(name, list(text[:end]), cut=True)
         assert said.strip() == content, text[:end]
         assert all(called == "weather" and whole.startswith(given) for called, given in made), text[:end]
@@ -193,7 +260,11 @@ def test_a_text_that_is_cut_off_anywhere_shows_no_part_of_a_call(name: str, rend
         ("hermes", '<tool_call>\n["weather"]\n</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", "Well, a \n<tool_call>\n[5]"),
         ("mistral", "[TOOL_CALLS][5]"),
+        ("glm45", 'I know <tool_call>{"name": "weather"}</tool_call>'),
+        ("minimax_m2", "<invoke name=>"),
+        ("phi4_mini_json", "from functools[cache] import"),
         ("llama3_json", '{"name": "unknown", "parameters": {}}'),
         ("pythonic", "[weather(city=open('x'))]"),
     ],
@@ -219,6 +290,13 @@ def test_arguments_may_come_first_or_as_text() -> None:
         assert parsed("hermes", list(f"<tool_call>{given}</tool_call>")) == ("", [("weather", '{"days": 1}')])
 
 
+def test_a_model_that_numbers_its_calls_gives_their_ids() -> None:
+    parser = open_parser("kimi_k2", TOOLS)
+    events = [event for char in kimi_k2("", HARD) for event in parser.push(char)]
+    ids = [event.id for event in events if isinstance(event, CallBegin)]
+    assert ids == ["functions.weather:0", "functions.time.now:1", "functions.weather:2"]
+
+
 def test_named_is_all_arguments() -> None:
     assert parsed("named", list('{"city": "x"}')) == ("", [("weather", '{"city": "x"}')])
 
@@ -230,6 +308,15 @@ def test_named_is_all_arguments() -> None:
         ("<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "qwen3_coder"),
         ("{%- if m.tool_calls %}{{ '[TOOL_CALLS][' }}", "mistral"),
         ("{{'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json'}}", "deepseek_v3"),
+        ("{{'<｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' + arguments}}", "deepseek_v31"),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>", "glm45"),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2"),
+        (
+            '<minimax:tool_call>\n<invoke name="tool-name-1">\n<parameter name="a">1</parameter>\n</invoke>',
+            "minimax_m2",
+        ),
+        ("prefix calls with functools: functools[...]", "phi4_mini_json"),
+        ('"<|start|>assistant to=functions." ~ name ~ "<|channel|>commentary <|constrain|>json<|message|>"', "openai"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
     ],
 )

@@ -61,7 +61,9 @@ def test_refused_by_name(compiler: GrammarCompiler, asked: dict[str, Any], named
     ],
 )
 def test_a_structure_begins_after_reasoning(asked: dict[str, Any], right: str, wrong: str) -> None:
-    source = source_of(StructuredOutputsParams(**asked, before="before: think\n" + up_to("think", "</think>\n\n", {})))
+    source = source_of(
+        StructuredOutputsParams(**asked, before="before: think\n" + up_to("think", ["</think>\n\n"], {}))
+    )
     for thought in ("", '<think>\nHm {"b </think\n'):
         matcher = GrammarCompiler(LETTERS).compile(source)
         begun = list(f"{thought}</think>\n\n".encode())

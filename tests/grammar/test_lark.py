@@ -34,7 +34,7 @@ def test_around_a_structure(vocabulary: Vocabulary, optional: bool) -> None:
     specials = MARKS if vocabulary is SPECIAL else {"<end>": 256}
     begin = "<think>" if optional else ""
     before = "before: think?\nlead: think?\n" if optional else "before: think\nlead: think\n"
-    before += up_to("think", "</think>", specials, begin=begin)
+    before += up_to("think", ["</think>"], specials, begins=[begin] if begin else [])
     asked = StructuredOutputsParams(
         choice=["ja", "nein"], before=before, instead=one_of("calls", ["[CALL]", "(/"], specials)
     )

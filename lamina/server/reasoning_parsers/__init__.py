@@ -1,7 +1,7 @@
 """Reasoning parsers: they divide a completion into reasoning and the answer, one module for each family of models.
 
-A module has ``open_parser(prompt_end)``, which returns a ReasoningParser (``contract.py``) for the completion of a
-prompt that ends so.
+A module has ``SPECIAL``, whether the marks may be special tokens, and ``open_parser(prompt_end)``. That returns a
+ReasoningParser (``contract.py``) for the completion of a prompt that ends so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 from .contract import ReasoningParser
 
 # vLLM's name -> the module in this package.
-REASONING_PARSERS = {"qwen3": "qwen3", "deepseek_r1": "deepseek_r1"}
+_NAMES = ("qwen3", "deepseek_r1", "openai_gptoss", "glm45", "granite", "minimax_m2")
+REASONING_PARSERS = {name: name for name in _NAMES}
 
 
 def _module(name: str) -> Any:
@@ -23,3 +24,8 @@ def open_reasoning(name: str, prompt_end: str) -> ReasoningParser:
     """Return a new parser for one completion. ``prompt_end``: the last characters of its prompt."""
     parser: ReasoningParser = _module(name).open_parser(prompt_end)
     return parser
+
+
+def has_special_marks(name: str) -> bool:
+    """Return whether marks of reasoning may be special tokens, which texts usually leave out."""
+    return bool(_module(name).SPECIAL)

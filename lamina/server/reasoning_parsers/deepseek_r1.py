@@ -5,6 +5,8 @@ from __future__ import annotations
 from .contract import ReasoningParser
 from .think_tags import ThinkTags
 
+SPECIAL = False
+
 
 def open_parser(prompt_end: str) -> ReasoningParser:
     """Return a parser for one completion."""

@@ -1,4 +1,4 @@
-"""Reasoning between <think> and </think>."""
+"""Reasoning between two marks, such as <think> and </think>."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from lamina.server.tool_parsers.tagged import held_back
 
 from .contract import Parts
 
-BEGIN, END = "<think>", "</think>"
+THINK = (("<think>",), ("</think>",))
 SPACES = "spaces: /[ \\t\\r\\n]{0,4}/\n"  # between reasoning and the answer
 
 
 class ThinkTags:
     """Reasoning at the beginning of a completion. Its first mark may be in the prompt, and so may both."""
 
-    def __init__(self, prompt_end: str, *, always: bool) -> None:
-        """``always``: the model reasons, unless the prompt has ended that; else only after the first mark."""
+    def __init__(
+        self, prompt_end: str, marks: tuple[tuple[str, ...], tuple[str, ...]] = THINK, *, always: bool
+    ) -> None:
+        """``marks``: those that begin reasoning, and those that end it. ``always``: the model reasons, unless the
+        prompt has ended that; else only after the first mark.
+        """
+        self._begins, self._ends = marks
         end = prompt_end.rstrip()
-        self.has_ended = end.endswith(END)
-        self._is_open = always or end.endswith(BEGIN)
+        self.has_ended = end.endswith(self._ends)
+        self._is_open = always or end.endswith(self._begins)
         self._held = ""
         self._is_first = True  # nothing but spaces has come
 
     def rules_before(self, specials: Specials) -> str:
         if self.has_ended:
             return ""
-        think = up_to("think", END, specials, begin="" if self._is_open else BEGIN)
+        think = up_to("think", self._ends, specials, begins=() if self._is_open else self._begins)
         optional = "think spaces" if self._is_open else "(think spaces)?"
         return f"before: {optional}\nlead: {optional}\n{think}{SPACES}"
 
@@ -35,23 +40,24 @@ class ThinkTags:
             return self._answer()
         if self._is_first:
             start = self._held.lstrip()
-            if BEGIN.startswith(start):
-                if start != BEGIN:
-                    return Parts("", "")
-                start, self._is_open = "", True
-            elif start.startswith(BEGIN):
-                start, self._is_open = start[len(BEGIN) :].lstrip(), True
+            begin = next((mark for mark in self._begins if start.startswith(mark)), None)
+            if begin is not None:
+                start, self._is_open = start[len(begin) :].lstrip(), True
+            elif any(mark.startswith(start) for mark in self._begins):
+                return Parts("", "")
             elif not self._is_open:
                 self.has_ended, self._is_first = True, False
                 return self._take()
             self._held, self._is_first = start, not start
             if not start:
                 return Parts("", "")
-        reasoning, separator, rest = self._held.partition(END)
-        if separator:
-            self._held, self.has_ended, self._is_first = rest, True, True
-            return Parts(reasoning.rstrip(), self._answer().answer)
-        certain = self._held[: len(self._held) - held_back(self._held, (END,))].rstrip()
+        matches = [(at, end) for end in self._ends if (at := self._held.find(end)) >= 0]
+        if matches:
+            at, end = min(matches)
+            reasoning, self._held = self._held[:at].rstrip(), self._held[at + len(end) :]
+            self.has_ended = self._is_first = True
+            return Parts(reasoning, self._answer().answer)
+        certain = self._held[: len(self._held) - held_back(self._held, self._ends)].rstrip()
         self._held = self._held[len(certain) :]
         return Parts(certain, "")
 

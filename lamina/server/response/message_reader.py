@@ -77,7 +77,8 @@ class MessageReader:
         if isinstance(event, CallBegin):
             digest = sha256(f"{self._name}/{index}".encode()).hexdigest()
             function = {"name": event.name, "arguments": ""}
-            calls.append({"index": index, "id": digest[:ID_DIGITS], "type": "function", "function": function})
+            id = event.id or digest[:ID_DIGITS]
+            calls.append({"index": index, "id": id, "type": "function", "function": function})
             return
         if not calls or calls[-1]["index"] != index:
             calls.append({"index": index, "function": {"arguments": ""}})

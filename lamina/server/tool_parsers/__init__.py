@@ -14,15 +14,11 @@ from typing import Any
 from .contract import ToolParser
 
 # vLLM's name -> the module in this package, in the order in which a template is compared with them.
-TOOL_PARSERS = {
-    "qwen3_coder": "qwen3_coder",
-    "hermes": "hermes",
-    "granite4": "granite4",
-    "mistral": "mistral",
-    "deepseek_v3": "deepseek_v3",
-    "llama3_json": "llama3_json",
-    "pythonic": "pythonic",
-}
+_NAMES = (
+    "openai", "minimax_m2", "glm45", "kimi_k2", "qwen3_coder", "hermes", "granite4", "mistral", "deepseek_v3",
+    "deepseek_v31", "llama3_json", "phi4_mini_json", "pythonic",
+)  # fmt: skip
+TOOL_PARSERS = {name: name for name in _NAMES}
 # Formats that a grammar enforces, by the tool_choice that asks for them.
 FORCED = {"required": "required", "named": "named"}
 Tools = Mapping[str, Mapping[str, Any]]  # name of a function -> the JSON schema of its parameters

@@ -12,9 +12,10 @@ class Text(NamedTuple):
 
 
 class CallBegin(NamedTuple):
-    """The beginning of the next call. Arguments that follow are its own."""
+    """The beginning of the next call. Arguments that follow are its own. ``id``: the model's, if it gives one."""
 
     name: str
+    id: str = ""
 
 
 class Arguments(NamedTuple):

@@ -206,10 +206,12 @@ class JsonCalls:
 class NameAndJson:
     """A name, a separator, and the arguments as JSON."""
 
-    def __init__(self, separator: str, name_of: Callable[[str], str]) -> None:
-        """``name_of``: returns the name in what stands before the separator."""
+    def __init__(
+        self, separator: str, name_of: Callable[[str], str], id_of: Callable[[str], str] = lambda head: ""
+    ) -> None:
+        """``name_of``, ``id_of``: return the name, and the model's own id, in what stands before the separator."""
         self.has_begun = self.is_broken = False
-        self._separator, self._name_of = separator, name_of
+        self._separator, self._name_of, self._id_of = separator, name_of, id_of
         self._head, self._scanner, self._has_value = "", JsonScanner(), False
 
     def push(self, text: str, events: list[Event]) -> str | None:
@@ -222,7 +224,7 @@ class NameAndJson:
                 self.is_broken = True
                 return ""
             self.has_begun = True
-            events.append(CallBegin(name))
+            events.append(CallBegin(name, self._id_of(head)))
         if not self._has_value and not (text := text.lstrip()):
             return None
         if not self._has_value and text[0] != "{":

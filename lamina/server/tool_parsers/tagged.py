@@ -64,9 +64,9 @@ class TaggedCalls:
         at, mark = min(matches)
         if before := self._text[:at].rstrip():
             events.append(Text(before))
-        self._text = self._text[at + len(mark) :]
+        spaces, self._text = self._text[len(before) : at], self._text[at + len(mark) :]
         if mark == self._begin:
-            self._body, self._raw = self._make_body(), mark
+            self._body, self._raw = self._make_body(), spaces + mark
         else:
             self._has_calls = True
         return True

@@ -1,7 +1,7 @@
 """Reasoning and calls that a model writes by itself, through the server's routes: whole, and as a stream.
 
 Covers: lamina/server/response/reasoning_count.py, lamina/server/reasoning_parsers/think_tags.py,
-lamina/server/request/tool_request.py.
+lamina/server/request/tool_request.py, lamina/server/reasoning_parsers/openai_gptoss.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ TALK: Any = {"messages": [{"role": "user", "content": "hi"}]}
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL: Any = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
+HM = "<|channel|>analysis<|message|>Hm."
 
 
 class Scripted(FakeClient):
@@ -89,6 +90,17 @@ def test_a_call_that_is_cut_off_says_length() -> None:
     assert '{"a": 1}'.startswith(call["function"]["arguments"])
 
 
+def test_calls_of_gpt_oss_after_its_reasoning() -> None:
+    call = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+    text = f"{HM}<|end|><|start|>assistant<|channel|>commentary<|message|>Well.<|end|>{call}"
+    config = {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
+    whole, _ = ask_both(text, body={"tools": [TOOL]}, **config)
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    assert (message["reasoning"], message["content"], choice["finish_reason"]) == ("Hm.", "Well.", "tool_calls")
+    assert [one["function"] for one in message["tool_calls"]] == [{"name": "f", "arguments": "{}"}]
+
+
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_a_structure_and_tools(choice: str) -> None:
     """Text has the structure, unless calls come. Calls that must come leave no place for it."""
@@ -126,6 +138,15 @@ def test_without_tools_text_stays_text() -> None:
         ("qwen3", "Yes.", None, "Yes."),
         ("qwen3", "<thin Yes.", None, "<thin Yes."),
         ("qwen3", "<think>Hm", "Hm", ""),
+        ("glm45", "<think>Hm.</think>\nYes.", "Hm.", "Yes."),
+        ("glm45", "Yes.", None, "Yes."),
+        ("minimax_m2", "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("granite", "Here is my thought process: Hm. Here's my response: Yes.", "Hm.", "Yes."),
+        ("granite", "Here is my answer.", None, "Here is my answer."),
+        ("openai_gptoss", f"{HM}<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "Hm.", "Yes."),
+        ("openai_gptoss", "<|channel|>final <|constrain|>json<|message|>Yes.", None, "Yes."),
+        ("openai_gptoss", HM, "Hm.", ""),
+        ("openai_gptoss", "Yes.", None, "Yes."),
     ],
 )
 def test_reasoning_is_a_field_of_its_own(name: str, text: str, reasoning: str | None, content: str) -> None:

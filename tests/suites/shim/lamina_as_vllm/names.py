@@ -82,7 +82,10 @@ def cleanup(*args: Any, **options: Any) -> None:
     return None
 
 
-SAMPLING = {"SamplingParams": lamina.SamplingParams}
+SAMPLING = {
+    "SamplingParams": lamina.SamplingParams,
+    "StructuredOutputsParams": request.StructuredOutputsParams,
+}
 OUTPUTS = {"CompletionOutput": lamina.CompletionOutput, "RequestOutput": lamina.RequestOutput}
 PROMPTS = {"TextPrompt": dict, "TokensPrompt": dict, "PromptType": Any}
 NAMES: Mapping[str, Mapping[str, Any]] = {
@@ -94,7 +97,7 @@ NAMES: Mapping[str, Mapping[str, Any]] = {
     "vllm.logprobs": {"Logprob": request.Logprob},
     "vllm.exceptions": {"VLLMValidationError": ValueError},
     "vllm.platforms": {"current_platform": Platform()},
-    "vllm.config": {"ModelConfig": ModelConfig},
+    "vllm.config": {"ModelConfig": ModelConfig, "StructuredOutputsConfig": dict},
     "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
     "vllm.distributed": {"cleanup_dist_env_and_memory": cleanup},
     "vllm.transformers_utils.repo_utils": {"hf_api": Hub},

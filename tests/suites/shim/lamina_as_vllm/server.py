@@ -22,8 +22,7 @@ VALUED, LIST, ALONE = 1, 2, 0
 # Flags that the tests give and that are not passed on: (how many values, why).
 DROPPED = {
     "--enable-lora": (ALONE, "no adapters here"), "--lora-modules": (LIST, "no adapters here"),
-    "--enable-auto-tool-choice": (ALONE, "no tools here"), "--tool-call-parser": (VALUED, "no tools here"),
-    "--reasoning-parser": (VALUED, "no reasoning here"), "--structured-outputs-config.backend": (VALUED, "none here"),
+    "--enable-auto-tool-choice": (ALONE, "always on"), "--structured-outputs-config.backend": (VALUED, "one here"),
     "--load-format": (VALUED, "one here"), "--runner": (VALUED, "one here"),
 }  # fmt: skip
 

@@ -1,0 +1,41 @@
+"""Calls of gpt-oss: messages to functions in OpenAI's harmony format. What it thinks is no content."""
+
+from __future__ import annotations
+
+from . import Tools
+from .contract import Arguments, CallBegin, Event, Text, ToolParser
+from .harmony import CHANNEL, FUNCTIONS, HarmonyMessages, Piece
+
+MARKS = ("<|channel|>", "<|constrain|>")
+SPECIAL = True
+
+
+class _Calls:
+    def __init__(self) -> None:
+        self._messages = HarmonyMessages()
+        self._has_calls = False
+
+    def push(self, text: str) -> list[Event]:
+        return [event for piece in self._messages.push(text) for event in self._events_of(piece)]
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        return [event for piece in self._messages.finish(cut=cut) for event in self._events_of(piece)]
+
+    def _events_of(self, piece: Piece) -> list[Event]:
+        if piece.recipient.startswith(FUNCTIONS):
+            self._has_calls = True
+            begin: list[Event] = [CallBegin(piece.recipient[len(FUNCTIONS) :])] if piece.begins else []
+            return [*begin, *([Arguments(piece.text)] if piece.text else [])]
+        is_content = piece.channel != "analysis" and not piece.recipient and piece.text and not self._has_calls
+        return [Text(piece.text)] if is_content else []
+
+
+def begins(tools: Tools) -> tuple[str, ...]:
+    """Return the texts that begin calls."""
+    to = [f"to={FUNCTIONS}{name}" for name in tools]
+    return (*(f"{CHANNEL}commentary {one}" for one in to), *(f" {one}{CHANNEL}commentary" for one in to))
+
+
+def open_parser(tools: Tools) -> ToolParser:
+    """Return a parser for one completion."""
+    return _Calls()
