@@ -88,6 +88,10 @@ SETTINGS: dict[str, Setting] = {
         _differs("overflow", "keep_first"), {**_TRUNCATE, "keep_first": 256}
     ),
     "--kv-sparsity evict": Setting(lambda c: c.kv.drops_blocks, {"kv_sparsity": "evict"}),
+    "--kv-sparsity evict with --enable-prefix-caching": Setting(
+        lambda c: c.kv.drops_blocks and c.batching.enable_prefix_caching is True,
+        {"kv_sparsity": "evict", "enable_prefix_caching": True, "kv_offloading_size": "1GiB"},
+    ),
     "--kv-sparsity select": Setting(lambda c: c.kv.selects_blocks, {"kv_sparsity": "select"}),
     "--kv-sparsity evict:max-kl=": Setting(
         lambda c: bool(c.kv.kv_error_budget), {"kv_sparsity": "evict", "kv_error_budget": "default"}
@@ -301,6 +305,9 @@ CONFLICTS: dict[tuple[str, str], str] = {
 # (a, those of which it needs one) -> why.
 NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--preemption-mode swap", ("--kv-offloading-size", "--kv-offload dir=")): "KV is kept there",
+    ("--kv-sparsity evict with --enable-prefix-caching", ("--kv-offloading-size", "--kv-offload dir=")): (
+        "the pool keeps no KV of sequences that drop some"
+    ),
     ("--kv-offload key=", ("--kv-offload dir=",)): "it is the secret of the directory",
     ("--kv-offload ttl=", ("--kv-offload dir=",)): "it is for pages in the directory",
     ("--kv-offload size=", ("--kv-offload dir=",)): "it is the size of the directory",

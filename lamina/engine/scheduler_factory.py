@@ -150,9 +150,9 @@ def _features(
         ReferenceDecoder(config.kv, budget) if budget else None,
         prefixes,
         SessionCache(prefixes, tables, tier),
+        tier,  # saves pages before evictions drop their blocks
         BlockSelection() if config.kv.is_sparse else None,
         _evictions(config, info),
-        tier,
         PrefillPlacement(prefill, prefixes) if prefill else None,
         KvMigration(tables, allocator, prefixes, ranks) if config.migrates_kv else None,
         StepTimer(slo_admission, swap) if conducts or swap else None,

@@ -94,6 +94,12 @@ class Sequence:
         return self.session if ended and not self.do_not_cache else None
 
     @property
+    def has_dropped_blocks(self) -> bool:
+        """True if it lacks KV of its first tokens, or will with the next plan."""
+        known = self.block_scores
+        return known is not None and len(known.past_drops) > len(known.drops_to_repeat)
+
+    @property
     def num_tokens_with_placeholders(self) -> int:
         """The number of known tokens and tokens being sampled. Positions below it may be scheduled."""
         return len(self.tokens) + self.num_output_placeholders

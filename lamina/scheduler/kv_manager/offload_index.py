@@ -269,20 +269,22 @@ class OffloadIndex(Feature):
     def batch_ops(self, running: Several[Sequence]) -> list[SaveKv]:
         """Save pages that running sequences have filled, while they decode.
 
-        With sliding windows nothing is saved before the end, since blocks may be freed at any time.
+        With sliding windows nothing is saved before the end, since blocks may be freed at any time. A sequence that
+        drops blocks saves its prompt before: later K and V depend on what it has dropped.
         """
         ops = list[SaveKv]()
         for sequence in running:
-            length = min(sequence.num_computed_tokens, len(sequence.tokens)) // self.page_size * self.page_size
+            stop = len(sequence.prompt if sequence.evicts_kv else sequence.tokens)
+            length = min(sequence.num_computed_tokens, stop) // self.page_size * self.page_size
             if length > sequence.num_tokens_offloaded and self._may_fill(sequence):
                 sequence.num_tokens_offloaded = length
                 ops += self.save_ops(sequence, length)
         return ops
 
     def _may_fill(self, sequence: Sequence) -> bool:
-        # No other sequence may find its KV.
-        alone = sequence.evicts_kv or sequence.discarded_ranges or sequence.do_not_cache
-        return not (self._most or alone or sequence.finished or sequence.num_loading_tokens)
+        alone = sequence.discarded_ranges or sequence.do_not_cache  # no other sequence may find its KV
+        lacks_kv = sequence.has_dropped_blocks or sequence.num_loading_tokens
+        return not (self._most or alone or lacks_kv or sequence.finished)
 
     def save_ops(self, sequence: Sequence, length: int) -> list[SaveKv]:
         """Save the pages of a sequence's first ``length`` tokens that are not stored. The tokens must be scheduled."""

@@ -14,6 +14,7 @@ import pytest
 
 from lamina import LLM, RequestOutput, SamplingParams
 from lamina.protocol.step_plan import BlockScoresReport
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.sparsity.pruning import BlockPruner
 
@@ -138,6 +139,16 @@ def test_a_budget_for_all_is_no_approximation(llama_path: Path, dense: Any) -> N
 
 
 @pytest.mark.long
+def test_prompts_are_saved_before_their_blocks_drop_and_later_ones_load_them(llama_path: Path, sparse: Any) -> None:
+    with LLM(str(llama_path), **EVICT, kv_offloading_size="64MiB") as llm:
+        first, again = (told(llm.generate(PROMPTS, PARAMS)) for _ in range(2))
+        loaded = llm.engine.scheduler.features[OffloadIndex].num_hit_tokens
+        assert dropped(llm) > 0
+    assert [[one[0] for one in x] for x in first] == [[one[0] for one in x] for x in sparse]
+    assert [[one[0] for one in x] for x in again] == [[one[0] for one in x] for x in first]
+    assert loaded >= 3 * 128 + 2 * 128, "whole pages of the two long prompts"
+
+
 def test_more_sequences_fit() -> None:
     """Masks would free nothing. With one full layer of four and a tenth of the prompt in the others, at least twice as
     many run at once in the same memory. None is preempted, and all memory is free afterwards.

@@ -152,7 +152,7 @@ class PageTransfers:
                 self._queue.put(op)
             elif isinstance(op, PrefetchHint):
                 self._prefetcher.add(op)
-            elif isinstance(op, Free | Truncate):
+            elif isinstance(op, Free | Truncate | DropBlocks):
                 self._copy(op.sequence, op.length if isinstance(op, Truncate) else 0)
         self._store.apply_block_copies()  # before anything is loaded there
         self._last = max([self._last, *(op.transfer_id for op in plan.ops if isinstance(op, LoadKv))])
@@ -200,10 +200,10 @@ class PageTransfers:
                 raise PlanError(f"sequence {op.sequence} is freed, truncated or shifted while it is loaded")
             elif isinstance(op, Fork) and op.source in loading:
                 raise PlanError(f"sequence {op.source} is forked while it is loaded")
-            elif isinstance(op, PrefillGrant | DropBlocks) and (op.sequence in loading or op.sequence in saving):
-                raise PlanError(
-                    f"sequence {op.sequence} is granted K and V, or loses some, while it is loaded or saved"
-                )
+            elif isinstance(op, DropBlocks) and op.sequence in loading:
+                raise PlanError(f"sequence {op.sequence} loses K and V while it is loaded")
+            elif isinstance(op, PrefillGrant) and (op.sequence in loading or op.sequence in saving):
+                raise PlanError(f"sequence {op.sequence} is granted K and V while it is loaded or saved")
         for row in plan.rows:
             if row.sequence in loading and (row.sequence not in begun or self.loader.is_gated(row.sequence)):
                 raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} while it is loaded")

@@ -221,8 +221,8 @@ KEYS = [bytes([number]) * 32 for number in range(PAGES)]
 class Bench:
     """A store with transfers, and what these report."""
 
-    def __init__(self, medium: StorageBackend | Gate) -> None:
-        (self.store,) = stores("head", (1.0,), block_size=32)
+    def __init__(self, medium: StorageBackend | Gate, **stored: Any) -> None:
+        (self.store,) = stores("head", (1.0,), block_size=32, **stored)
         self.said: SimpleQueue[TransferDone | LoadReady] = SimpleQueue()
         self.medium, self.counters, self.step = medium, Counters(), 100
         self.transfers = PageTransfers(medium, self.store, self.said.put, self.counters, epoch=3)
@@ -390,8 +390,6 @@ def test_rows_go_on_behind_what_is_being_saved() -> None:
     for first in (0, PAGE, PAGES * PAGE - 1):
         with pytest.raises(PlanError, match="where it is saved"):
             bench.do(RowRange(1, first, 1))
-    with pytest.raises(PlanError, match="loses some"):
-        bench.do(DropBlocks(1, [0]))
     bench.do(Truncate(1, PAGES * PAGE))
     assert bench.transfers.copied == 0, "its pages stay where they are"
     gate.may_go.set()
@@ -399,6 +397,21 @@ def test_rows_go_on_behind_what_is_being_saved() -> None:
     bench.do(New(2), load(2))
     bench.report()
     assert rows_of(bench.store, 1) == rows_of(bench.store, 2)
+    bench.transfers.end()
+
+
+def test_blocks_that_are_dropped_while_they_are_saved_are_copied_first() -> None:
+    gate = Gate(medium())
+    bench = Bench(gate, kv_sparsity="evict", kv_budget=256)
+    fill(bench.store, 1, KvLocation(), 1)
+    wanted = rows_of(bench.store, 1)
+    bench.do(save(0, PAGES), DropBlocks(1, [1, 2]))
+    fill_blocks(bench.store, 99)  # other sequences take the blocks
+    gate.may_go.set()
+    assert bench.report().num_pages == PAGES
+    bench.do(New(2), load(2))
+    bench.report()
+    assert rows_of(bench.store, 2) == wanted
     bench.transfers.end()
 
 
@@ -466,7 +479,7 @@ def test_an_old_number_hides_no_other_op(bench: Bench) -> None:
 def test_what_is_being_saved_may_go_at_any_time(ops: tuple[Any, ...], *, at_once: bool) -> None:
     """However slow the medium is: its pages are copied before others get their blocks."""
     gate = Gate(medium())
-    bench = Bench(gate)
+    bench = Bench(gate, kv_sparsity="evict", kv_budget=256)
     fill(bench.store, 1, KvLocation(), 1)
     wanted = rows_of(bench.store, 1)
     if at_once:
