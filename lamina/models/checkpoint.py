@@ -265,7 +265,7 @@ def weight_files(directory: Path) -> list[Path]:
     Others in the directory do not count. Raises ModelError.
     """
     if gguf_file.is_gguf(directory):
-        return [directory]
+        return gguf_file.parts_of(directory)
     whole = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if whole.exists():

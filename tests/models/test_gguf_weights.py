@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from lamina import LLM, SamplingParams
-from lamina.models.checkpoint import find_checkpoint, peek_config
+from lamina.models.checkpoint import find_checkpoint, peek_config, read_config
 from lamina.models.errors import ModelError
 from lamina.models.load import load
 from lamina.models.quantization.gguf_weights import weight_names
 from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.models.tokenizer import load_tokenizer
 from lamina.ops.gemm import get
+from lamina.workers.compute.kv_identity import files_digest
 
 pytestmark = pytest.mark.no_retry
 
@@ -108,6 +109,88 @@ def test_the_tokenizer_is_that_of_transformers() -> None:
     assert load_tokenizer(str(FILES / "llama_q8_0.gguf"))(text)["input_ids"] == theirs(text)["input_ids"]
 
 
+def rewritten(name: str, path: Path, *, tokens: int = 0, damaged: str = "", **options: Any) -> None:
+    """Write a file again with gguf's writer. ``tokens``: of a larger vocabulary. ``damaged``: a tensor with a NaN."""
+    import numpy as np
+
+    reader = gguf.GGUFReader(FILES / f"{name}.gguf")
+    writer = gguf.GGUFWriter(path, "llama", **options)
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        value, of_tokens = field.contents(), field.name.startswith("tokenizer.ggml.") and len(field.types) > 1
+        if tokens and of_tokens and field.name != "tokenizer.ggml.merges":
+            more = [f"w{i}" if isinstance(value[0], str) else value[0] for i in range(len(value), tokens)]
+            value = [*value, *more]
+        if not (tokens and field.name.endswith("vocab_size")):
+            writer.add_key_value(field.name, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        data = np.array(tensor.data)
+        if tokens and tensor.name in ("token_embd.weight", "output.weight"):
+            data = np.resize(data, (tokens, data.shape[1]))
+        if tensor.name == damaged:
+            data.view(np.uint8).reshape(-1)[:4] = 0xFF
+        writer.add_tensor(tensor.name, data, raw_shape=data.shape, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_large_vocabulary_is_passed_over_and_counted(tmp_path: Path) -> None:
+    """Reading it item by item took 16 s of a real model. transformers does that here."""
+    from transformers import AutoConfig
+
+    path = tmp_path / "large.gguf"
+    rewritten("llama_q8_0", path, tokens=12_000)
+    theirs = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).to_dict()
+    ours = read_config(path).to_dict()
+    assert ours["vocab_size"] == 12_000
+    left_out = {"dtype", "architectures", "_name_or_path", "quantization_config"}
+    assert {k: v for k, v in ours.items() if k not in left_out} == {
+        k: v for k, v in theirs.items() if k in ours and k not in left_out
+    }
+    assert load(path, backend=get("native", 1)).model.lm_head.out_features == 12_000
+    assert load_tokenizer(str(path)).vocab_size == 12_000
+    assert gguf.GGUFReader.__module__.startswith("gguf"), "the package is as it was"
+
+
+@pytest.mark.parametrize("small_first_shard", [False, True])
+def test_a_file_in_parts_is_one_model(small_first_shard: bool, tmp_path: Path) -> None:
+    """gguf splits it as llama.cpp does."""
+    options = {"split_max_tensors": 4, "small_first_shard": small_first_shard}
+    rewritten("llama_q4_0", tmp_path / "m.gguf", **options)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) > 2
+    loaded = load(parts[0], dtype="float32", backend=get("native", 1))
+    assert worst(loaded.model, json.loads((FILES / "llama_q4_0.json").read_text())) < BOUND
+    assert [Path(stamp.path) for stamp in loaded.stamps] == [part.resolve() for part in parts]
+    assert load_tokenizer(str(parts[0]))("a-b c!")["input_ids"]
+    digest = files_digest(parts[0])
+    whole = parts[-1].read_bytes()
+    parts[-1].write_bytes(whole[:-1] + b"\x01")
+    assert files_digest(parts[0]) != digest
+    parts[-1].write_bytes(parts[1].read_bytes())
+    with pytest.raises(
+        ModelError, match=r"-of-.*\.gguf says that it is part 1 of \d, counted from 0, and its name says"
+    ):
+        load(parts[0])
+    parts[-1].write_bytes(whole)
+    parts[1].unlink()
+    with pytest.raises(ModelError, match="is missing: put all"):
+        load(parts[0])
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_norm.weight", "token_embd.weight", "output_norm.weight"])
+@pytest.mark.parametrize("backend", ["", "native"])
+def test_a_norm_or_an_embedding_that_is_no_number_is_refused_by_name(name: str, backend: str, tmp_path: Path) -> None:
+    rewritten("llama_q8_0", tmp_path / "bad.gguf", damaged=name)
+    with pytest.raises(
+        ModelError, match=rf"{name} has a (value|scale) that is no finite number: fetch the model again"
+    ):
+        load(tmp_path / "bad.gguf", backend=get(backend, 1) if backend else None)
+
+
 def test_bad_files_are_refused_by_name(tmp_path: Path) -> None:
     whole = (FILES / "llama_q4_0.gguf").read_bytes()
     cases = {
@@ -115,7 +198,8 @@ def test_bad_files_are_refused_by_name(tmp_path: Path) -> None:
         "short.gguf": (whole[: len(whole) // 2], "is truncated or corrupt, fetch it again"),
         "header.gguf": (whole[:100], "is truncated or corrupt, fetch it again"),
         "novel.gguf": (whole.replace(b"llama", b"novel"), "is of a kind that transformers cannot read"),
-        "model-00001-of-00002.gguf": (whole, "is a part of a GGUF file: join the parts"),
+        "model-00002-of-00002.gguf": (whole, "is a part of a GGUF file: give the first one, .*model-00001-of-00002"),
+        "model-00000-of-00000.gguf": (whole, "is one of 0 parts: 1 to 1000 are read"),
     }
     for name, (content, words) in cases.items():
         (tmp_path / name).write_bytes(content)

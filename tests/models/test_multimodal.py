@@ -25,8 +25,8 @@ from lamina.models.meta_capture import plan_cuts
 
 # Those whose text part is served.
 KINDS = (
-    "aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "glm4v", "got_ocr2", "internvl", "llama4", "llava",
-    "llava_onevision", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm",
+    "aya_vision", "cohere2_vision", "gemma3", "gemma4", "gemma4_unified", "glm4v", "got_ocr2", "internvl",
+    "llama4", "llava", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm",
 )  # fmt: skip
 QUICK = ("llava",)
 PROMPT = list(range(40, 61))  # longer than the windows

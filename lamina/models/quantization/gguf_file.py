@@ -1,9 +1,13 @@
-"""GGUF files: a configuration, a tokenizer and blocks of weights in one file. No other file of its folder is read."""
+"""GGUF files: a configuration, a tokenizer and blocks of weights in one file, or in parts that are named alike.
+
+No other file of their folder is read.
+"""
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +22,8 @@ MAX_ITEMS = 1 << 22  # of all arrays together; a vocabulary has 300,000
 MAX_DIMS, MAX_NUMBERS = 4, 1 << 48  # of a tensor
 _BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of a value, by its type
 _STRING, _ARRAY = 8, 9
+_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+MAX_PARTS = 1000
 
 
 def is_gguf(path: Path) -> bool:
@@ -25,10 +31,33 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and not path.is_dir()
 
 
-def check_file(path: Path) -> None:
-    """Raise ModelError unless the counts and sizes in the file's header are those of a file that can be. The package
-    gguf takes them as they are, and would make lists without end. Imports nothing large.
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a model of which ``path`` is the first: itself, or all parts by the numbers in their names.
+    Raises ModelError.
     """
+    match = _PART.fullmatch(path.stem)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    if not 0 < count <= MAX_PARTS:
+        raise UnsupportedModelError(f"{path} is one of {count} parts: 1 to {MAX_PARTS} are read")
+    parts = [path.with_stem(f"{match['name']}-{number:05}-of-{count:05}") for number in range(1, count + 1)]
+    if path != parts[0]:
+        raise ModelError(f"{path} is a part of a GGUF file: give the first one, {parts[0]}")
+    if missing := next((part for part in parts if not part.is_file()), None):
+        raise ModelError(f"{missing} is missing: put all {count} parts into one folder")
+    return parts
+
+
+def check_file(path: Path) -> None:
+    """Raise ModelError unless the counts and sizes in the headers of the file's parts are those of files that can be.
+    The package gguf takes them as they are, and would make lists without end. Imports nothing large.
+    """
+    for part in parts_of(path) if path.is_file() else [path]:
+        _check_part(part)
+
+
+def _check_part(path: Path) -> None:
     try:
         with open(path, "rb") as file:
             head = file.read(len(MAGIC))
@@ -37,8 +66,6 @@ def check_file(path: Path) -> None:
         raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
     if head != MAGIC:
         raise ModelError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}")
-    if "-of-" in path.stem:
-        raise UnsupportedModelError(f"{path} is a part of a GGUF file: join the parts with llama-gguf-split --merge")
     _check_header(path, (state.st_ino, state.st_size, state.st_mtime_ns))
 
 

@@ -6,10 +6,12 @@ file chooses code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +21,13 @@ from lamina.models.model_files import check_counts, one_line
 
 from . import QuantizedTensor, Read
 from .gguf_blocks import PACKED, grouped_codes
-from .gguf_file import check_file
+from .gguf_file import check_file, parts_of
 from .grouped_codes import GroupedCodes
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MOST_ITEMS = 10_000  # of an array that has a value for each layer; larger ones are vocabularies
+_TOKENS = "tokenizer.ggml.tokens"
+_LOCK = threading.Lock()
 _BLOCKS = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"}
 
 
@@ -63,23 +68,70 @@ def meta_reader(path: Path) -> Read:
     return lambda name: torch.empty_like(read(name), device="meta")
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+class _Header(NamedTuple):
+    """The header of a file, or of all its parts: fields of the first part by name, and all tensors, as gguf's."""
+
+    fields: Mapping[str, Any]
+    tensors: Sequence[Any]
+
+
+def _stamp(path: Path) -> Stamp:
     check_file(path)
-    state = path.stat()
-    return state.st_ino, state.st_size, state.st_mtime_ns
+    states = [part.stat() for part in parts_of(path)]
+    return tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states)
 
 
 @lru_cache(maxsize=4)
-def _reader(path: Path, stamp: tuple[int, int, int]) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ModelError(f"{path} is GGUF, which needs the package gguf: pip install 'lamina[gguf]'") from error
+def _reader(path: Path, stamp: Stamp) -> _Header:
+    parts, readers = parts_of(path), []
+    for part in parts:
+        try:
+            readers.append(_reader_class()(part))
+        except ImportError as error:
+            raise ModelError(f"{path} is GGUF, which needs the package gguf: pip install 'lamina[gguf]'") from error
+        except Exception as error:  # any class: the file is not trusted
+            raise ModelError(f"{part} is truncated or corrupt, fetch it again: {one_line(error)}") from error
+    reader = _Header(readers[0].fields, [tensor for each in readers for tensor in each.tensors])
+    _check_parts(parts, [each.fields for each in readers], [tensor.name for tensor in reader.tensors])
+    if strange := next((t for t in reader.tensors if t.tensor_type.name not in {*_FLOATS, *_BLOCKS}), None):
+        known = ", ".join(sorted({*_FLOATS, *_BLOCKS}))
+        raise UnsupportedModelError(f"{path}: {strange.name} is {strange.tensor_type.name}; read are {known}")
+    return reader
+
+
+def _check_parts(paths: list[Path], fields: list[Mapping[str, Any]], names: list[str]) -> None:
+    """Raise ModelError unless these are all parts of one file, by what they say of themselves."""
+
+    def said(name: str, number: int) -> Any:
+        return fields[number][name].contents() if name in fields[number] else None
+
+    if len(paths) == 1 and said("split.count", 0) in (None, 0, 1):
+        return
+    for number, path in enumerate(paths):
+        if (said("split.no", number), said("split.count", number)) != (number, len(paths)):
+            raise ModelError(
+                f"{path} says that it is part {said('split.no', number)} of {said('split.count', number)}, counted "
+                f"from 0, and its name says {number} of {len(paths)}: fetch it again"
+            )
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ModelError(f"{paths[0]}: two parts have {twice}: fetch them again")
+    if (due := said("split.tensors.count", 0)) is not None and due != len(names):
+        raise ModelError(
+            f"{paths[0]} says that all parts have {due} tensors, and they have {len(names)}: fetch them again"
+        )
+
+
+def _reader_class() -> Any:
+    """Return gguf's reader without what takes seconds. It passes over vocabularies, of whose items gguf makes two
+    arrays each. It takes slices of a plain array, not of a memmap.
+    """
     import numpy as np
+    from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):  # type: ignore[misc]
-        """Looks at the file as a plain array: slices of a memmap take more than half of the time."""
-
         data: Any
 
         def _get(self, *args: Any, **options: Any) -> Any:
@@ -87,40 +139,58 @@ def _reader(path: Path, stamp: tuple[int, int, int]) -> Any:
                 self.data = self.data.view(np.ndarray)
             return super()._get(*args, **options)
 
-    try:
-        reader = Reader(path)
-    except Exception as error:  # any class: the file is not trusted
-        raise ModelError(f"{path} is truncated or corrupt, fetch it again: {one_line(error)}") from error
-    if strange := next((t for t in reader.tensors if t.tensor_type.name not in {*_FLOATS, *_BLOCKS}), None):
-        known = ", ".join(sorted({*_FLOATS, *_BLOCKS}))
-        raise UnsupportedModelError(f"{path}: {strange.name} is {strange.tensor_type.name}; read are {known}")
-    return reader
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+            if count <= _MOST_ITEMS:
+                return super()._get_field_parts(orig_offs, raw_type)
+            end = orig_offs + 12
+            if kind == GGUFValueType.STRING:
+                for _ in range(count):
+                    end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+            else:
+                end += count * self.gguf_scalar_to_np[GGUFValueType(kind)]().nbytes
+            number = np.array([count], np.uint64)
+            return end - orig_offs, [number], [], [GGUFValueType.ARRAY, GGUFValueType(kind)]
+
+    return Reader
 
 
 @lru_cache(maxsize=4)
-def _settings(path: Path, stamp: tuple[int, int, int]) -> dict[str, Any]:
-    _reader(path, stamp)  # its errors are clearer
+def _settings(path: Path, stamp: Stamp) -> dict[str, Any]:
+    reader = _reader(path, stamp)  # its errors are clearer
+    import gguf
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    own = gguf.GGUFReader
     try:
-        settings: dict[str, Any] = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+        with _LOCK:  # transformers imports the class when it is called, and would read all of the header again
+            gguf.GGUFReader = lambda _: reader
+            settings: dict[str, Any] = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
     except Exception as error:  # any class: the file is not trusted
         raise UnsupportedModelError(f"{path} is of a kind that transformers cannot read: {one_line(error)}") from error
+    finally:
+        gguf.GGUFReader = own
+    tokens = reader.fields.get(_TOKENS)
+    if tokens is not None and not tokens.data:  # which the reader passed over, and transformers counted
+        settings["vocab_size"] = settings.get("vocab_size") or int(tokens.parts[-1][0])
     return settings
 
 
 @lru_cache(maxsize=4)
-def _weights(path: Path, stamp: tuple[int, int, int]) -> tuple[QuantizedTensor, ...]:
+def _weights(path: Path, stamp: Stamp) -> tuple[QuantizedTensor, ...]:
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     reader, settings = _reader(path, stamp), _settings(path, stamp)
     architecture = reader.fields["general.architecture"].contents()
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(path))
-    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    config = read_config(path)
     try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
         names = weight_names(model, processor)
     except Exception as error:  # any class: the library has its own for architectures that it lacks
         raise UnsupportedModelError(f"{path} is of a kind that transformers cannot read: {one_line(error)}") from error
@@ -168,12 +238,17 @@ def _weight(
                 weights=numbers, name=tensor.name, tensor_key_mapping=names, parsed_parameters=joined
             )
             if result.name is not None:
-                return torch.from_numpy(result.weights.copy())
-        whole: Tensor = joined["tensors"].popitem()[1]
-        return whole
+                return _finite(parts, torch.from_numpy(result.weights.copy()))
+        return _finite(parts, joined["tensors"].popitem()[1])
 
     own = tuple(int(n) for n in reversed(tensors[0].shape))
     return QuantizedTensor(name, shape or own, parts, values, _packed(tensors, processor, own, shape))
+
+
+def _finite(parts: tuple[str, ...], values: Tensor) -> Tensor:
+    if not bool(values.isfinite().all()):
+        raise ModelError(f"{parts[0]} has a value that is no finite number: fetch the model again")
+    return values
 
 
 def _packed(

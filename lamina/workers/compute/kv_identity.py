@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lamina.kv.page_keys import Identity
+from lamina.models.quantization.gguf_file import parts_of
 from lamina.protocol.control import StartCompute
 from lamina.protocol.step_plan import LayerShape
 from lamina.utils.build_info import build_id
@@ -52,8 +53,8 @@ def files_digest(checkpoint: Path) -> str:
     ``checkpoint``: a directory or a GGUF file.
     """
     digest = hashlib.sha256()
-    directory = checkpoint.is_dir()
-    for path in sorted(p for name in NAMES for p in checkpoint.glob(name)) if directory else [checkpoint]:
+    found = (p for name in NAMES for p in checkpoint.glob(name)) if checkpoint.is_dir() else parts_of(checkpoint)
+    for path in sorted(found):
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} ".encode())
     return digest.hexdigest()
