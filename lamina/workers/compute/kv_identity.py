@@ -53,8 +53,8 @@ def files_digest(checkpoint: Path) -> str:
     ``checkpoint``: a directory or a GGUF file.
     """
     digest = hashlib.sha256()
-    found = (p for name in NAMES for p in checkpoint.glob(name)) if checkpoint.is_dir() else parts_of(checkpoint)
-    for path in sorted(found):
+    own = (p for name in NAMES for p in checkpoint.glob(name)) if checkpoint.is_dir() else parts_of(checkpoint)
+    for path in sorted(own):
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} ".encode())
     return digest.hexdigest()
