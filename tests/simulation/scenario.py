@@ -224,6 +224,8 @@ def sparse(seed: int) -> Scenario:
         options["kv_error_budget"] = "top1=0.1,kl=0.1,shadow=0.7"
     if options["enable_prefix_caching"] and mode == "evict" and "kv_error_budget" not in options:
         options |= {"kv_offloading_size": "1MiB", "preemption_mode": "swap"}
+    elif options["enable_prefix_caching"] and mode == "evict":
+        del options["enable_prefix_caching"]  # it is on, and needs pages elsewhere where it is asked for
     blocks, asks = -(-max_len // BLOCK) + rng.choice((0, 20, 100)), list[Arriving]()
     for _ in range(rng.randint(3, 8)):
         ask = _ask(rng)
