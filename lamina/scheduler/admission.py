@@ -47,6 +47,7 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._features = features
         self.next_id = 0
+        self.lacks_blocks = False  # after ``admit``: whether the first waiting sequence waits for blocks
         self._affinity = OrderedDict[
             bytes, KvLocation
         ]()  # where each has begun last, the one that did so first before others
@@ -56,6 +57,10 @@ class Admission:
         self.next_id += 1
         return self.next_id - 1
 
+    def has_no_place(self, batches: Several[Batch]) -> bool:
+        """Return whether as many sequences run as may run."""
+        return len(_running(batches)) >= self._max_num_seqs
+
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
         """Let waiting sequences join batches while all of their known tokens have room.
 
@@ -63,15 +68,16 @@ class Admission:
         the batch with the least load among those whose next chunk has room, so all chunks are filled. Blocks of ended
         and preempted sequences are free from the next round on.
         """
-        running = _running(batches)
+        running, self.lacks_blocks = _running(batches), False
         if running and waiting and self._must_wait(waiting[0]):
+            self.lacks_blocks = True
             return
         wanted = [self._chunk_policy.rows_of_batch(batch) for batch in batches]
         budgets = [self._chunk_policy.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
         left = self._allocator.free_after(running, {s: c for w in wanted for s, c in w.items()})
         here = _RoundBudget(batches, budgets, [b.load for b in batches], left)
         aside = list[Sequence]()  # those that wait for KV that others load
-        while waiting and len(_running(batches)) < self._max_num_seqs:
+        while waiting and not self.has_no_place(batches):
             begins = self._begin(waiting[0], here)
             if begins is Verdict.HOLDS_UP and not waiting[0].is_hidden:
                 break
@@ -92,6 +98,7 @@ class Admission:
         to = min(able, key=here.loads.__getitem__)
         fit = self._find_room(candidates, here, here.batches[to])
         if fit is None:
+            self.lacks_blocks = True
             return Verdict.HOLDS_UP
         here.left = subtract(here.left, fit.blocks)
         reason = self._reason(sequence, fit)

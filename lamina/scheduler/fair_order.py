@@ -25,6 +25,11 @@ class FairOrder:
         self._now: dict[int, int] = {}
         self._latest = 0  # of all clocks so far
 
+    @property
+    def has_tenants(self) -> bool:
+        """True if requests of several tenants, or of several priorities, may wait."""
+        return len(self._clocks) > 1 or any(len(clocks) > 1 for clocks in self._clocks.values())
+
     def stamp(self, sequence: Sequence, waiting: deque[Sequence]) -> None:
         """Stamp a new sequence. ``waiting``: those before it, the next one first."""
         priority = sequence.priority

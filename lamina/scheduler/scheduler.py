@@ -26,6 +26,7 @@ from .batch import (
     roll_back_batches,
 )
 from .fair_order import FairOrder
+from .fair_slots import find_exchange
 from .feature import Feature, Leaving, Loss, PlanDraft
 from .feature_table import FeatureTable
 from .kv_manager.allocator import NO_SHARDS, KvAllocator, next_rows
@@ -192,7 +193,11 @@ class Scheduler:
             self._drop_finished(batch)
             batch.ops += self.features.batch_ops(batch.running)
         if self.waiting:
+            if self.admission.has_no_place(self.batches):
+                self._make_fair()
             self.admission.admit(self.waiting, self.batches)
+            if self.admission.lacks_blocks:
+                self._make_fair()
         self.features.after_admission(self)
         steps = [s for s in map(self._schedule_batch, self.batches) if s is not None]
         for step in steps:
@@ -201,6 +206,17 @@ class Scheduler:
             self.rounds_in_flight.append(round_of(steps, self.batches, follows=bool(self.rounds_in_flight)))
             self.next_round += 1
         return steps
+
+    def _make_fair(self) -> None:
+        """Preempt a sequence of a tenant that runs more than its share, for one of a tenant that runs less."""
+        if not self._order.has_tenants or (exchange := find_exchange(self.waiting, self.running)) is None:
+            return
+        first, victim = exchange
+        self.preempt(next(b for b in self.batches if victim in b.running), victim)
+        self.waiting.remove(first)
+        for sequence in (victim, first):  # the first one begins next, and then the other one goes on
+            requeue(self.waiting, sequence)
+        self.num_preemptions += 1
 
     def drop_cancelled(self) -> None:
         """Remove sequences that were cancelled while they waited."""
