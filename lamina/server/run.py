@@ -43,6 +43,7 @@ from .middleware.tls import TlsHandshake, TlsListener
 from .server_config import ServerConfig
 
 CLOSE_S = 5  # for connections to take their last bytes
+UNSENT = 1 << 13  # bytes of a connection that the kernel keeps unsent: it may hold megabytes for who reads nothing
 PROGRESS_S = 3.0  # the time for which clients and health checks see that the engine is lost, before the server ends
 # Longer than clients keep an idle connection (httpx: 5 s; balancers: 60 s). The client should close it first, because a
 # request that arrives while we close the connection fails.
@@ -93,7 +94,7 @@ async def _serve(
         )
         client = await EngineClient.connect(handle, on_progress, EngineRestarts(start, launch_engine), journal)
     stages.end()
-    renderer = ChatRenderer(config.template_limits)
+    renderer, ends = ChatRenderer(config.template_limits), contextlib.ExitStack()
     try:
         tokenizer = await asyncio.to_thread(loading.result, limit_s)
         if tokenizer is None:
@@ -104,10 +105,12 @@ async def _serve(
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
         service = Service(config, config.names(model), model, client, tokenizer, renderer, defaults, journal)
+        ends.callback(service.prompt_processor.long_texts.close)
         await HttpServer(service, on_ready).run(sock)
         return 1 if client.failure is not None else 0
     finally:
         renderer.close()
+        ends.close()
         await client.close()
 
 
@@ -154,6 +157,8 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             return Connection(limiter, budget, own.header_timeout_s, own.slow_reader_timeout_s, made, **state)
 
         for sock in sockets or []:
+            if sock.family != socket.AF_UNIX:  # its connections inherit it
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
             if config.ssl is None:
                 self.servers.append(await loop.create_server(connection, sock=sock, backlog=config.backlog))
             else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -23,6 +25,8 @@ from .suspects import Suspects
 
 log = logging.getLogger(__name__)
 MOST_REFUSED = 1024  # requests that are remembered
+MOST_UNREAD = 16  # tokens of a completion that its reader may leave for GRACE_S; then the prompt is set aside
+GRACE_S = 0.05  # a reader whose client reads takes some in this time, however busy this process is
 GUILTY = "two engines have failed while they computed this request, so it is refused: the server's log has the defect"
 
 
@@ -49,7 +53,8 @@ class DeltaSink(Protocol):
 @dataclass(slots=True)
 class OpenPrompt:
     """A prompt that has not ended. ``name``: its request's name in the log. ``sent_as``: its key in the present engine;
-    None: that engine does not have it.
+    None: that engine does not have it. ``is_watched``: whether its reader gets ``GRACE_S``. ``is_aside``: its reader
+    does not read, so no engine computes it until that reader goes on.
     """
 
     replies: ReplyQueue
@@ -57,6 +62,8 @@ class OpenPrompt:
     progress: PromptProgress
     name: str
     sent_as: int | None = None
+    is_watched: bool = False
+    is_aside: bool = False
 
 
 class OpenPrompts:
@@ -198,6 +205,8 @@ class OpenPrompts:
         prompt = self._open.get(key)
         if prompt is None or prompt.sent_as is not None or not self._serving or not self._suspects.may_go(key):
             return
+        if prompt.is_aside:
+            return
         sent_as = key
         if key in self._withdrawn:  # replies to the withdrawn key may still come
             sent_as, self._next_alias = self._next_alias, self._next_alias - 1
@@ -227,11 +236,30 @@ class OpenPrompts:
             prompt.progress.take(delta)
         prompt.meter.on_delta(delta)
         prompt.replies.push(delta)
+        if not whole and not prompt.is_watched and prompt.replies.unread(key) >= MOST_UNREAD:
+            prompt.is_watched = True
+            asyncio.get_running_loop().call_later(GRACE_S, self._set_aside, key, prompt.replies.num_taken)
         if whole:
             self.some_ended = self.some_ended or delta.finish_reason in ("stop", "length")
             self._ended(key)
         elif self._suspects.grown(key, len(delta.token_ids) / prompt.progress.completions):
             self._rearrange()
+
+    def _set_aside(self, key: int, taken: int) -> None:
+        """Withdraw a prompt whose reader has not read since ``taken``, so that it costs others no time, place or KV."""
+        if (prompt := self._open.get(key)) is None:
+            return
+        prompt.is_watched = False
+        if prompt.sent_as is not None and prompt.replies.num_taken == taken and not self._suspects.searching:
+            self._withdraw(key)
+            prompt.is_aside = True
+            prompt.replies.call_when_taken(partial(self._go_on, key))
+
+    def _go_on(self, key: int) -> None:
+        """Continue a prompt from its tokens so far, as its reader has taken them."""
+        if (prompt := self._open.get(key)) is not None:
+            prompt.is_aside = False
+            self._offer(key)
 
     def _ended(self, key: int) -> None:
         self._withdrawn.discard(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from .messages import Delta, merge_delta
 
@@ -16,6 +17,16 @@ class ReplyQueue:
         self._waiting: dict[tuple[int, int], Delta] = {}
         self._failure: Exception | None = None
         self._arrived = asyncio.Event()
+        self._on_taken: list[Callable[[], None]] = []
+        self.num_taken = 0  # how often its reader has taken all deltas
+
+    def unread(self, key: int) -> int:
+        """Return the most tokens of a completion of prompt ``key`` that were not taken."""
+        return max((len(delta.token_ids) for (of, _), delta in self._waiting.items() if of == key), default=0)
+
+    def call_when_taken(self, call: Callable[[], None]) -> None:
+        """Call ``call`` once, when the reader takes all deltas the next time."""
+        self._on_taken.append(call)
 
     def push(self, delta: Delta) -> None:
         """Add a delta."""
@@ -41,6 +52,10 @@ class ReplyQueue:
         await self._arrived.wait()
         self._arrived.clear()
         deltas, self._waiting = list(self._waiting.values()), {}
+        self.num_taken += 1
+        calls, self._on_taken = self._on_taken, []
+        for call in calls:
+            call()
         if self._failure is not None:
             if not deltas:
                 raise self._failure
