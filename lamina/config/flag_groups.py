@@ -327,6 +327,7 @@ GROUPS: tuple[FlagGroup, ...] = (
             "header": "header_timeout_s",
             "body": "body_timeout_s",
             "template": "template_timeout_s",
+            "tokenizer": "tokenizer_timeout_s",
             "slow-reader": "slow_reader_timeout_s",
             "sse-keep-alive": "sse_keep_alive_s",
             "health": "health_timeout_s",

@@ -7,8 +7,6 @@ from files and attributes, but it may loop without end, or make a text as large 
 from __future__ import annotations
 
 import math
-import signal
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,7 +16,6 @@ import msgspec
 
 from lamina.config.option import size_flag
 from lamina.models.chat_template import RenderedChat, check_length, render_chat
-from lamina.models.model_files import one_line
 from lamina.models.template_process import (
     AS_IT_IS,
     FROM_TEMPLATES,
@@ -28,12 +25,9 @@ from lamina.models.template_process import (
     TemplateFailed,
     Variables,
 )
-from lamina.protocol.control import ControlLink, LinkBrokenError, LinkClosedError, LinkStalledError
 
-from .launchers.local import ProcessWorker
+from .bounded_process import BoundedProcess, EndedWords
 
-START_S = 120.0  # for the process to import what it needs, on a busy machine
-END_S = 1.0  # for a process whose link has ended to be gone
 TIMEOUT_S, MEMORY = 5.0, 256 << 20  # defaults
 T = TypeVar("T", Rendered, Variables)
 
@@ -61,10 +55,19 @@ class ChatRenderer:
 
     def __init__(self, limits: TemplateLimits) -> None:
         self._limits = limits
-        self._lock = threading.Lock()  # held while a template runs
-        self._process: ProcessWorker | None = None
-        self._link: ControlLink | None = None
-        self._is_closed = False
+        self._too_large = (
+            f"the chat template takes more than {size_flag(limits.memory)} of memory: simplify it, or raise "
+            f"{limits.memory_name}"
+        )
+        words = EndedWords(
+            what="the chat template",
+            too_long=f"the chat template has run for {limits.timeout_s:g} s and was ended: simplify it, or raise "
+            f"{limits.timeout_name}",
+            too_large=self._too_large,
+            unsendable="a conversation must be UTF-8, and its numbers 64 bits",
+            closed="this model is closed: it renders no more conversations",
+        )
+        self._process = BoundedProcess("template", FROM_TEMPLATES, words, most_bytes=limits.memory)
 
     def render(
         self, tokenizer: Any, messages: Sequence[dict[str, Any]], *, content_format: str = "auto", **options: Any
@@ -99,93 +102,22 @@ class ChatRenderer:
     @property
     def pid(self) -> int | None:
         """The template process; None if there is none."""
-        return None if self._process is None else self._process.pid
+        return self._process.pid
 
     def close(self) -> None:
         """End the template process, also while a template runs. Idempotent."""
-        self._is_closed = True
-        process, link = self._process, self._link
-        if process is not None and link is not None:
-            link.close()
-            process.join(0.0)
+        self._process.close()
 
     def _ask(self, question: RenderChat | FindVariables, kind: type[T]) -> T:
-        with self._lock:
-            link = self._running()
-            link.limit_sends(self._limits.timeout_s)
-            try:
-                link.send(question)
-                reply = link.recv(self._limits.timeout_s)
-            except (UnicodeEncodeError, OverflowError) as error:  # before any of it was sent
-                raise ValueError(f"a conversation must be UTF-8, and its numbers 64 bits: {one_line(error)}") from error
-            except LinkClosedError as error:
-                raise ValueError(self._why_ended(error)) from error
-            except TimeoutError as error:
-                self._end()
-                raise ValueError(self._too_long) from error
-            except BaseException:  # the reply is still to come
-                self._end()
-                raise
-            if isinstance(reply, TemplateFailed) and reply.is_too_large:
-                self._end()  # its heap would keep what it took
-                raise ValueError(self._too_large)
+        reply = self._process.ask(question, self._limits.timeout_s)
+        if isinstance(reply, TemplateFailed) and reply.is_too_large:
+            self._process.end()  # its heap would keep what it took
+            raise ValueError(self._too_large)
         if isinstance(reply, TemplateFailed):
             raise ValueError(reply.text)
         if not isinstance(reply, kind):
             raise ValueError(f"the template process has sent {type(reply).__name__}")
         return reply
-
-    def _running(self) -> ControlLink:
-        """Return the link of the process, a new one if the last has ended. Raises ValueError after ``close``."""
-        if self._process is not None and self._process.exit_reason() is not None:
-            self._end()
-        if self._process is None or self._link is None:
-            self._process = ProcessWorker("template", 0)
-            self._link = ControlLink(self._process.sock, FROM_TEMPLATES, most_bytes=self._limits.memory)
-            try:
-                self._link.recv(START_S)
-            except (LinkClosedError, TimeoutError) as error:
-                why = self._process.exit_reason() or f"has not started in {START_S:g} s"
-                self._end()
-                raise OSError(f"the template process {why}") from error
-        if self._is_closed:
-            self._end()
-            raise ValueError("this model is closed: it renders no more conversations")
-        return self._link
-
-    def _why_ended(self, error: LinkClosedError) -> str:
-        """End the process, whose link has ended, and return the reason."""
-        process = self._process
-        self._end(wait_s=END_S)
-        if isinstance(error, LinkStalledError) or (process is not None and process.status == -signal.SIGXCPU):
-            return self._too_long
-        if isinstance(error, LinkBrokenError):
-            return self._too_large
-        return f"the chat template has ended its process, which {process and process.exit_reason()}"
-
-    def _end(self, wait_s: float = 0.0) -> None:
-        process, link = self._process, self._link
-        if link is not None:
-            link.close()
-        if process is not None:
-            process.join(wait_s)
-        self._process = self._link = None
-
-    @property
-    def _too_long(self) -> str:
-        limits = self._limits
-        return (
-            f"the chat template has run for {limits.timeout_s:g} s and was ended: simplify it, or raise "
-            f"{limits.timeout_name}"
-        )
-
-    @property
-    def _too_large(self) -> str:
-        limits = self._limits
-        return (
-            f"the chat template takes more than {size_flag(limits.memory)} of memory: simplify it, or raise "
-            f"{limits.memory_name}"
-        )
 
 
 def _is_plain(tokenizer: Any) -> bool:

@@ -86,10 +86,7 @@ def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
     """Return the token ids of ``text``. ``options``: the tokenizer's own. Raises ValueError if the text is not valid
     UTF-8.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"prompt {text[:80]!r} is not UTF-8 at character {error.start}") from None
+    check_encoding(text)
     # Not verbose: the engine reports texts that are too long, as it knows the limit with which the model is served.
     try:
         return list(tokenizer(text, verbose=False, **options)["input_ids"])
@@ -99,6 +96,14 @@ def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"the model's tokenizer fails on this prompt: {one_line(error)}") from error
+
+
+def check_encoding(text: str) -> None:
+    """Raise ValueError for a text that has halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt {text[:80]!r} is not UTF-8 at character {error.start}") from None
 
 
 def load_in_background(source: Any, *, trust_remote_code: bool, here: bool, limit_s: float) -> LowPriorityCall[Any]:

@@ -11,7 +11,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from lamina.config.flag_groups import flag_name
 from lamina.executor.chat_renderer import ChatRenderer
+from lamina.executor.long_texts import LongTexts
 from lamina.facts.host_memory import memory_bytes
 from lamina.grammar.front_end import GrammarFrontEnd
 from lamina.grammar.vocabulary import vocabulary_of
@@ -24,13 +26,16 @@ from .engine_client.messages import Delta
 from .engine_client.open_prompts import PromptRefusedError
 from .engine_client.reply_queue import ReplyQueue
 from .errors import ApiError, engine_error, engine_gone, slo_error
+from .fair_line import FairLine
 from .journal.journal import Journal
 from .journal.journal_entry import JournalEntry
 from .journal.journal_records import AcceptedRecord
 from .memory_budget import MemoryBudget
+from .memory_limits import least_total
 from .metrics.engine_metrics import EngineMetrics
 from .metrics.http_metrics import PromptMeter, ServerMetrics
 from .queue_limit import QueueLimit, QueueTicket
+from .request.intake import TextLines
 from .request.prompt_processing import Prompt, PromptProcessor
 from .request.sampling_request import PARAMS
 from .request.unsupported_fields import UnknownFields
@@ -72,7 +77,9 @@ class Service:
         self.defaults, self.journal = defaults, journal
         self.created = int(time.time())
         self.tool_parser = _tool_parser_of(config, tokenizer)
-        self.prompt_processor = PromptProcessor(tokenizer, client.ready, renderer, config.chat_template_content_format)
+        long_texts = LongTexts(tokenizer, config.tokenizer_timeout_s, flag_name("tokenizer_timeout_s"))
+        form = config.chat_template_content_format
+        self.prompt_processor = PromptProcessor(tokenizer, client.ready, renderer, long_texts, form)
         self.token_texts = TokenTexts(tokenizer)
         ready = client.ready
         self.grammars = GrammarFrontEnd(partial(vocabulary_of, tokenizer, ready.vocab_size, ready.end_token_ids))
@@ -90,11 +97,13 @@ class Service:
             len(config.api_keys) or 1,
         )
         limits = config.memory_limits(memory_bytes())
-        self.bodies, self.answers = MemoryBudget(limits.body_total), MemoryBudget(limits.answer_total)
+        keys, spare = len(config.api_keys) or 1, limits.body_total - least_total(config.max_body_bytes)
+        self.bodies = MemoryBudget(limits.body_total, keys, max(0, min(limits.body_total // 2, spare)))
+        self.answers = MemoryBudget(limits.answer_total, keys, limits.answer_total // 2)
         self.decode_executor = ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies")
         self.encoder = ThreadPoolExecutor(1, thread_name_prefix="lamina-answers")
-        self.decoding = asyncio.Lock()  # held while a body is decoded on ``decode_executor``
-        self.tokenizing = asyncio.Lock()  # held while a long text is tokenized
+        self.decoding = FairLine()  # held while a body is decoded on ``decode_executor``
+        self.text_lines = TextLines()
         self.session_turns = SessionTurns()
         self.active_calls = set[Call]()
 

@@ -58,7 +58,7 @@ async def completions(request: Request) -> Response:
     )
     with begin_turn(request, body, len(parts)) as turn, _room(service, len(parts) * params.n, tenant) as ticket:
         cut = service.prompt_processor.truncation_of(body, max_tokens)
-        room = TextRoom(request.state.intake, service.tokenizing)
+        room = TextRoom(request.state.intake, service.text_lines, tenant)
         prompts = await service.prompt_processor.completions(parts, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
         await compile_structure(service.grammars, body, params)
@@ -97,7 +97,7 @@ async def chat(request: Request) -> Response:
     with begin_turn(request, body) as turn, _room(service, params.n, tenant) as ticket:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default shrinks to fit
         special, cut = bool(body.add_special_tokens), service.prompt_processor.truncation_of(body, most)
-        room = TextRoom(request.state.intake, service.tokenizing)
+        room = TextRoom(request.state.intake, service.text_lines, tenant)
         prompt = await service.prompt_processor.chat(body.messages, variables, room, special=special, cut=cut)
         await service.prompt_processor.set_bad_words(params)
         if params.structured_outputs is not None:
@@ -134,7 +134,8 @@ async def _call(
     lengths = [len(p.ids) for p in prompts]
     request.state.intake.add(PROMPT_TOKEN * sum(lengths), "the prompt")
     costs = answer_costs(record, lengths, service.client.ready)
-    room = reserve_answer(service.answers, costs, service.metrics.on_rejected)
+    tenant = salt_of(request.state.key_id, None)
+    room = reserve_answer(service.answers, costs, service.metrics.on_rejected, tenant)
     request.state.at_end.callback(room.close)
     entry = await _journaled(service, record, prompts)
     try:

@@ -21,6 +21,7 @@ from .request.request_bodies import parse
 from .request.tool_request import tool_variables
 from .response.event_stream import json_answer
 from .response.rows import Rows
+from .tenants import salt_of
 
 router = APIRouter()
 
@@ -123,7 +124,7 @@ async def tokenize(request: Request) -> Response:
     if body.tools and body.messages is None:
         raise ApiError(400, "tools belong to messages: send those, or leave tools out", param="tools")
     prompter, special, intake = service.prompt_processor, body.add_special_tokens, request.state.intake
-    room = TextRoom(intake, service.tokenizing)
+    room = TextRoom(intake, service.text_lines, salt_of(request.state.key_id, None))
     if body.messages is not None:
         variables = await prompter.variables(body) | tool_variables(body)
         ids = (await prompter.chat(body.messages, variables, room, special=bool(special), counts=True)).ids

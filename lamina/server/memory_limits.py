@@ -12,9 +12,8 @@ BODY_PART, ANSWER_PART = 16, 8  # the defaults are a 16th and an 8th of the host
 LEAST = 64 << 20  # the least default of either, in bytes
 SPARE = 8  # a large body leaves an 8th of the total to bodies of a few KiB
 
-# Measured with tracemalloc on decoded bodies, and by the resident memory of a process that tokenizes.
+# Measured with tracemalloc on decoded bodies.
 DECODING, DECODING_SMALL, DECODING_MOST = 10, 40, 16 << 20
-TOKENIZING = 256  # bytes for a byte of text, while it is tokenized
 LIST_TOKEN = 40  # bytes for a token id in a list
 PROMPT_TOKEN = 80  # bytes for a token of a prompt: in the server, and in the engine
 ANSWER_TOKEN = 80  # bytes for a token of a reply, with its text

@@ -110,6 +110,9 @@ class ServerConfig:
     header_timeout_s: float = option(10.0, "seconds for a connection to send a request's headers")
     body_timeout_s: float = option(30.0, "seconds for a request's body to arrive")
     template_timeout_s: float = option(5.0, "seconds that the chat template may run for a request; above: status 400")
+    tokenizer_timeout_s: float = option(
+        30.0, "seconds that the tokenizer may take for a request's long texts; above: status 400"
+    )
     slow_reader_timeout_s: float = option(30.0, "seconds without any progress after which a slow reader is cut off")
     sse_keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a comment line; 0 = never")
     shutdown_timeout: float = option(
@@ -141,6 +144,7 @@ class ServerConfig:
             "body_timeout_s",
             "slow_reader_timeout_s",
             "template_timeout_s",
+            "tokenizer_timeout_s",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{flag_name(name)} must be positive, not {getattr(self, name)}")

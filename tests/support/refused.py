@@ -191,6 +191,7 @@ SERVER_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"body_total": "64MiB"}, "--limits body-total=64MiB: to decode a body of --limits body=8MiB takes 109.8MiB: raise it, or lower --limits body="),
     ({"template_memory": "0"}, "--limits template-memory= must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not '0'"),
     ({"template_timeout_s": 0.0}, "--timeouts template= must be positive, not 0.0"),
+    ({"tokenizer_timeout_s": 0.0}, "--timeouts tokenizer= must be positive, not 0.0"),
     ({"journal_size": "0"}, "--journal DIR,size= must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not '0'"),
 ]
 # Of flags that set several options: one of these options, the text after the flag, and the line.
@@ -200,8 +201,8 @@ FLAGS_REFUSED: list[tuple[str, str, str]] = [
     ("max_n", "n", "--limits n has no value: write n=VALUE, or leave it out"),
     ("max_n", "n= ", "--limits n= has no value: write n=VALUE, or leave it out"),
     ("max_n", "n=3,n=3", "--limits n= is given twice: leave one out"),
-    ("health_timeout_s", "body=3,", "--timeouts body=3,: a key is missing: write KEY=VALUE, by commas; its keys are header, body, template, slow-reader, sse-keep-alive, health"),
-    ("health_timeout_s", "=3", "--timeouts =3: a key is missing: write KEY=VALUE, by commas; its keys are header, body, template, slow-reader, sse-keep-alive, health"),
+    ("health_timeout_s", "body=3,", "--timeouts body=3,: a key is missing: write KEY=VALUE, by commas; its keys are header, body, template, tokenizer, slow-reader, sse-keep-alive, health"),
+    ("health_timeout_s", "=3", "--timeouts =3: a key is missing: write KEY=VALUE, by commas; its keys are header, body, template, tokenizer, slow-reader, sse-keep-alive, health"),
     ("kv_store_dir", "dir=/a,b", "--kv-offload b: there is no such key; its keys are dir, size, ttl, key, eviction, on-load-failure (a comma of a value is written \\,)"),
     ("kv_budget", "budget=512", "--kv-sparsity budget=512: a mode is missing: write --kv-sparsity evict:budget=512"),
     ("kv_budget", "none:budget=512", "--kv-sparsity none:budget=512: none takes no keys; they follow evict: or select:"),

@@ -40,12 +40,13 @@ ROLES = {
     "engine": ("lamina.server.engine_client.engine_process", "serve_engine"),
     "footprint": ("lamina.workers.memory.resident_memory", "serve_footprint"),
     "template": ("lamina.models.template_process", "serve_templates"),
+    "tokenizer": ("lamina.models.tokenizer_process", "serve_tokenizer"),
 }
 
 
 JOIN_AFTER_KILL_S = 10.0  # for a killed process to be gone
 STARTERS = {"engine"}  # roles that start workers of their own
-LIGHT = {"template"}  # roles whose imports take less time than a zygote's
+LIGHT = {"template", "tokenizer"}  # roles whose imports take less time than a zygote's
 
 
 class ProcessWorker:

@@ -43,6 +43,8 @@ _ids = msgspec.json.Decoder(list[int]).decode
 _HALF_PAIR = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}))"
 )
+_AT_BYTE = re.compile(r"\(byte (\d+)\)")
+HALF_REACH = 16  # bytes between half of a pair and the place that msgspec names
 _OPENING = re.compile(rb"[\s,]*\[")
 
 
@@ -59,11 +61,21 @@ def split_fields(body: bytes | bytearray, max_nesting: int) -> Fields:
     except msgspec.ValidationError as e:
         raise ApiError(400, "the body must be a JSON object", code="invalid_json") from e
     except msgspec.DecodeError as e:
-        half = _HALF_PAIR.search(body)
-        what = f"half of a surrogate pair, {half[1].decode()}" if half else e
+        half = _half_pair(body, str(e))
+        what = f"half of a surrogate pair, {half}" if half else e
         raise ApiError(400, f"the body is not JSON: {what}", code="invalid_json") from e
     except RecursionError as e:
         raise ApiError(400, f"the body is nested deeper than {max_nesting}", code="too_deep") from e
+
+
+def _half_pair(body: bytes | bytearray, error: str) -> str:
+    """Return the half of a surrogate pair for which msgspec has refused a body; "" if it has another reason. Looks only
+    where the error lies, as searching a whole body takes a fifth of a second.
+    """
+    at = _AT_BYTE.search(error)
+    end = int(at[1]) + HALF_REACH if at else len(body)
+    half = _HALF_PAIR.search(body[max(0, end - 2 * HALF_REACH) : end])
+    return half[1].decode() if half else ""
 
 
 def _check_encoding(body: bytes | bytearray) -> None:

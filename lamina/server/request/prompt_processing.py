@@ -1,15 +1,19 @@
-"""Converts prompts to token ids: text, token ids or a conversation. One thread, not the event loop, tokenizes."""
+"""Converts prompts to token ids: text, token ids or a conversation. Not the event loop, but a thread, renders and
+tokenizes; long texts go to a process. Requests of several API keys take turns.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from lamina.executor.chat_renderer import ChatRenderer
+from lamina.executor.long_texts import LongTexts
 from lamina.models.chat_template import RESERVED
 from lamina.models.errors import ModelError
 from lamina.models.tokenizer import bad_words_ids, token_ids
@@ -17,13 +21,12 @@ from lamina.request import SamplingParams
 from lamina.server.engine_client.messages import EngineReady
 from lamina.server.errors import ApiError, context_length_error
 
+from .intake import INLINE_CHARS, LONG_CHARS, TextRoom
 from .openai_protocol import ChatRequest, Message, Sampling, TokenizeRequest
 from .tool_request import check_history, template_call
 
 T = TypeVar("T")
-Room = Callable[[Iterable[str]], AbstractAsyncContextManager[None]]  # held for texts while they are tokenized
 MAX_TRUNCATED_TOKENS = 1 << 20  # tokens of a prompt that the engine cuts to what fits
-INLINE_CHARS = 512  # shorter text is tokenized at once, as switching threads would take longer
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Truncation:
     tokens: int
     keep_first: bool = False
 
-    def apply(self, ids: list[int]) -> list[int]:
+    def apply(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the remaining part of ``ids``."""
         return ids[: self.tokens] if self.keep_first else ids[-self.tokens :]
 
@@ -50,12 +53,19 @@ class PromptProcessor:
     """Owns the tokenizer on behalf of all requests."""
 
     def __init__(
-        self, tokenizer: Any, ready: EngineReady, renderer: ChatRenderer, content_format: str = "auto"
+        self,
+        tokenizer: Any,
+        ready: EngineReady,
+        renderer: ChatRenderer,
+        long_texts: LongTexts,
+        content_format: str = "auto",
     ) -> None:
-        """``content_format``: see render_chat."""
+        """``long_texts``: of the same tokenizer. ``content_format``: see render_chat."""
         self.tokenizer, self.renderer, self._content_format = tokenizer, renderer, content_format
+        self.long_texts = long_texts
         self._ready = ready
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
+        self._waiting_threads = ThreadPoolExecutor(2, thread_name_prefix="lamina-prompts")  # each waits for a process
         longest = max((len(t) for t in tokenizer.get_vocab()), default=1)
         self._most = MAX_TRUNCATED_TOKENS if ready.truncates else ready.max_model_len  # most tokens of a prompt
         self._max_chars = longest * self._most  # longer text cannot fit, so it is not tokenized
@@ -78,7 +88,7 @@ class PromptProcessor:
     async def completions(
         self,
         parts: list[str | list[int]],
-        room: Room,
+        room: TextRoom,
         *,
         special: bool = True,
         cut: Truncation | None = None,
@@ -90,14 +100,12 @@ class PromptProcessor:
         for text in texts:
             self._check_chars(len(text), "prompt")
 
-        def work() -> list[Prompt]:
-            prompts = [_shortened(self._prompt(p, special=special), cut) for p in parts]
-            for prompt in prompts:
-                self.check(prompt.ids, "prompt")
-            return prompts
+        def checked() -> list[Prompt]:
+            ids = iter(encoded)
+            return [self._prompt(next(ids) if isinstance(part, str) else part, part, cut) for part in parts]
 
-        async with room(texts):
-            return await self._run(sum(len(p) for p in parts), work)
+        encoded = await self._encoded(texts, room, special=special)
+        return await self._run(sum(map(len, parts)), checked)
 
     async def variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """Return the chat template's variables that a request sets. Raises ApiError for one that the template does not
@@ -135,7 +143,7 @@ class PromptProcessor:
         self,
         messages: list[Message],
         variables: dict[str, Any],
-        room: Room,
+        room: TextRoom,
         *,
         special: bool = False,
         cut: Truncation | None = None,
@@ -149,20 +157,21 @@ class PromptProcessor:
         texts = [text for message in messages for text in _texts_of(message)]
         self._check_chars(sum(map(len, texts)), "messages")
 
-        def work() -> list[int]:
-            text = self.renderer.render(self.tokenizer, conversation, content_format=self._content_format, **variables)
-            self._check_chars(len(text), "messages")
-            ids = token_ids(self.tokenizer, text, add_special_tokens=special)
-            ids = ids if cut is None else cut.apply(ids)
-            if not counts:
-                self.check(ids, "messages")
-            return ids
+        def render() -> str:
+            return self.renderer.render(self.tokenizer, conversation, content_format=self._content_format, **variables)
 
         try:
-            async with room(texts):
-                return Prompt(await self._in_thread(work), "")
+            async with room.to_render(sum(map(len, texts))):
+                text = await asyncio.get_running_loop().run_in_executor(self._waiting_threads, render)
         except (ModelError, ValueError) as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
+        self._check_chars(len(text), "messages")
+        (all_,) = await self._encoded([text], room, special=special, param="messages")
+        ids = all_ if cut is None else cut.apply(all_)
+        if not counts:
+            self.check_length(ids, "messages")
+            await self._run(len(ids), lambda: self._check_ids(ids, "messages"))
+        return Prompt(list(ids), "")
 
     async def set_bad_words(self, params: SamplingParams) -> None:
         """Fill in the tokens of the ``bad_words`` in ``params``. Raises ApiError."""
@@ -174,27 +183,49 @@ class PromptProcessor:
         except ValueError as e:
             raise ApiError(400, str(e), param="bad_words", code="invalid_value") from e
 
-    async def encode(self, text: str, room: Room, *, special: bool) -> list[int]:
+    async def encode(self, text: str, room: TextRoom, *, special: bool) -> list[int]:
         """Return the token ids of a text. Raises ApiError if it cannot fit."""
         self._check_chars(len(text), "prompt")
-        async with room([text]):
-            return await self._run(len(text), lambda: token_ids(self.tokenizer, text, add_special_tokens=special))
+        (ids,) = await self._encoded([text], room, special=special)
+        return list(ids)
+
+    async def _encoded(
+        self, texts: Sequence[str], room: TextRoom, *, special: bool, param: str = "prompt"
+    ) -> Sequence[Sequence[int]]:
+        """Return the token ids of each text, once it is its turn. Raises ApiError."""
+
+        def here() -> Sequence[Sequence[int]]:
+            return [token_ids(self.tokenizer, text, add_special_tokens=special) for text in texts]
+
+        chars = sum(map(len, texts))
+        try:
+            async with room.to_tokenize(texts):
+                if chars <= LONG_CHARS:
+                    return await self._run(chars, here)
+                far = partial(self.long_texts.encode, texts, special=special)
+                return await asyncio.get_running_loop().run_in_executor(self._waiting_threads, far)
+        except ValueError as e:
+            raise ApiError(400, str(e), param=param, code="invalid_value") from e
 
     async def decode(self, ids: list[int]) -> str:
         """Return the text of token ids. Raises ApiError."""
         self._check_ids(ids, "tokens")
         return await self._run(len(ids), lambda: str(self.tokenizer.decode(ids)))
 
-    def check(self, ids: list[int], param: str) -> None:
+    def check(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError for a prompt that cannot be served."""
+        self.check_length(ids, param)
+        self._check_ids(ids, param)
+
+    def check_length(self, ids: Sequence[int], param: str) -> None:
+        """Raises ApiError for a prompt that is empty or too long."""
         limit = self._most
         if not ids:
             raise ApiError(400, f"{param} is empty: it needs at least one token", param=param, code="invalid_value")
         if len(ids) >= limit:  # a max_tokens that does not fit next to the prompt is cut to what fits
             raise context_length_error(limit, f"{param} has {len(ids)} tokens", param)
-        self._check_ids(ids, param)
 
-    def _check_ids(self, ids: list[int], param: str) -> None:
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
         vocab = self._ready.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < vocab):
             bad = next(t for t in ids if not 0 <= t < vocab)
@@ -205,10 +236,11 @@ class PromptProcessor:
         if chars > self._max_chars:
             raise context_length_error(self._most, f"{param} has {chars} characters, which cannot fit", param)
 
-    def _prompt(self, part: str | list[int], *, special: bool) -> Prompt:
-        if isinstance(part, str):
-            return Prompt(token_ids(self.tokenizer, part, add_special_tokens=special), part)
-        return Prompt(part, "")
+    def _prompt(self, ids: Sequence[int], part: str | list[int], cut: Truncation | None) -> Prompt:
+        is_cut = cut is not None and len(ids) > cut.tokens
+        kept = cut.apply(ids) if cut is not None and is_cut else ids
+        self.check(kept, "prompt")
+        return Prompt(list(kept), "" if is_cut or not isinstance(part, str) else part)
 
     async def _run(self, chars: int, work: Callable[[], T]) -> T:
         if chars <= INLINE_CHARS:
@@ -234,12 +266,6 @@ def split_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
     raise ApiError(
         400, "prompt must be a string, strings, token ids, or lists of token ids", param="prompt", code="invalid_value"
     )
-
-
-def _shortened(prompt: Prompt, cut: Truncation | None) -> Prompt:
-    if cut is None or len(prompt.ids) <= cut.tokens:
-        return prompt
-    return Prompt(cut.apply(prompt.ids), "")
 
 
 def _is_ids(value: list[Any]) -> bool:

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from lamina.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from lamina.server.memory_limits import decoding_bytes, held_bytes
 from lamina.server.server_config import ServerConfig
+from lamina.server.tenants import salt_of
 
 from . import json_decoding
 from .generation_config import fields_of
@@ -47,7 +48,8 @@ async def parse(model: type[M], request: Request) -> M:
     has been sent, or the client has left. Raises ApiError.
     """
     service: Service = request.app.state.service
-    intake = request.state.intake = Intake(service.bodies, service.metrics.on_rejected)
+    tenant = salt_of(request.state.key_id, None)
+    intake = request.state.intake = Intake(service.bodies, service.metrics.on_rejected, tenant)
     request.state.at_end.callback(intake.close)
     body = await read_body(request, service.config, intake)
     if len(body) <= INLINE_BYTES:
@@ -55,7 +57,7 @@ async def parse(model: type[M], request: Request) -> M:
         intake.hold(held)
         return value
     loop = asyncio.get_running_loop()
-    async with service.decoding:  # one at a time, as each may take many times its size
+    async with service.decoding.turn(tenant, len(body)):  # one at a time, as each may take many times its size
         intake.hold(decoding_bytes(len(body)))
         value, held = await loop.run_in_executor(service.decode_executor, _parse, model, body, service)
         intake.hold(held)

@@ -39,18 +39,20 @@ def _alternatives(count: int, ready: EngineReady) -> int:
     return 1 + (ready.vocab_size if count < 0 else count)
 
 
-def reserve_answer(budget: MemoryBudget, costs: dict[str, int], refused: Callable[[str], None]) -> Holding:
-    """Take memory for a reply, until the holding is closed. ``refused``: gets the reason of a 503, in one word. Raises
-    ApiError: 400 for a reply that never fits, 503 if other replies take the memory now.
+def reserve_answer(
+    budget: MemoryBudget, costs: dict[str, int], refused: Callable[[str], None], tenant: bytes = b""
+) -> Holding:
+    """Take memory for a reply to ``tenant``, until the holding is closed. ``refused``: gets the reason of a 503, in one
+    word. Raises ApiError: 400 for a reply that never fits, 503 if other replies take the memory now.
     """
-    total, holding = sum(costs.values()), budget.hold()
+    total, holding = sum(costs.values()), budget.hold(tenant)
     if holding.resize(total):
         return holding
-    if not budget.could_fit(total):
+    if total > (most := budget.most(tenant=tenant)):
         param = max(costs, key=lambda name: costs[name])
         text = (
             f"{param} requests too much at once: the reply may take {size_text(total)} of memory, more than "
-            f"{size_text(budget.limit)} ({flag_name('answer_total')}): ask for fewer prompts, tokens or alternatives"
+            f"{size_text(most)} ({flag_name('answer_total')}): ask for fewer prompts, tokens or alternatives"
         )
         raise ApiError(400, text, param=param, code="answer_too_large")
     refused("answers")

@@ -149,7 +149,9 @@ def prompts_of(body: dict[str, Any], path: str = CHAT, template: str | None = No
     service = make_service(client)
     if template is not None:
         service.prompt_processor.tokenizer.chat_template = template
-        service.prompt_processor = PromptProcessor(service.prompt_processor.tokenizer, client.ready, RENDERER)
+        service.prompt_processor = PromptProcessor(
+            service.prompt_processor.tokenizer, client.ready, RENDERER, service.prompt_processor.long_texts
+        )
     assert ask("POST", path, service, json=body).status_code == 200
     return [ids for ids, _ in client.added]
 
@@ -183,6 +185,10 @@ def test_tools_and_their_choice_are_one_refusal() -> None:
         ('{"prompt": "a"}'.encode("utf-16"), "the body is not UTF-8: byte 0xff after b''"),
         (b"\xef\xbb\xbf" + b'{"prompt": "a"}', "the body begins with a byte order mark: leave it out"),
         (b'{"prompt": "a\\ud800b"}', "the body is not JSON: half of a surrogate pair, \\ud800"),
+        (
+            b'{"prompt": "a\\ud800b", "n": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]}',
+            "the body is not JSON: half of a surrogate pair, \\ud800",
+        ),
         (b'{"prompt": "a\\udc00b"}', "the body is not JSON: half of a surrogate pair, \\udc00"),
         (b'{"prompt": "a\xf0\x9f"}', "the body is not UTF-8"),
     ],

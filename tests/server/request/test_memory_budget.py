@@ -25,7 +25,7 @@ from lamina.facts.host_memory import memory_bytes
 from lamina.server import completion_routes
 from lamina.server.app import make_app, with_middleware
 from lamina.server.memory_budget import Holding, MemoryBudget
-from lamina.server.memory_limits import decoding_bytes, memory_limits
+from lamina.server.memory_limits import SPARE, decoding_bytes, least_total, memory_limits
 from lamina.server.request import request_bodies
 from lamina.server.server_config import ServerConfig
 
@@ -317,3 +317,42 @@ def test_a_defect_in_a_route_keeps_no_memory_no_place_in_the_queue_and_no_reques
     assert (service.bodies.used, service.answers.used) == (0, 0)
     assert (service.queue_limit.completions, service.queue_limit.tokens) == (0, 0)
     assert not service.active_calls
+
+
+@pytest.mark.parametrize("tenants", [2, 5])
+def test_a_tenant_leaves_others_their_shares_of_a_budget(tenants: int) -> None:
+    budget, keys = MemoryBudget(LIMIT, tenants, LIMIT // 2), [bytes([n + 1]) * 32 for n in range(tenants)]
+    share = LIMIT // 2 // tenants
+    greedy, stranger = budget.hold(keys[0]), budget.hold()
+    assert budget.most(tenant=keys[0]) == LIMIT - (tenants - 1) * share
+    assert not greedy.resize(budget.most(tenant=keys[0]) + 1)
+    assert greedy.resize(budget.most(tenant=keys[0]))
+    assert not stranger.resize(1), "what belongs to no key has no share"
+    others = [budget.hold(key) for key in keys[1:]]
+    assert all(other.resize(share) for other in others)
+    assert not any(other.resize(share + 1) for other in others)
+    others[0].close()
+    assert not greedy.resize(greedy.size + 1), "it is still the other's"
+    greedy.close()
+    assert stranger.resize(1)
+    assert budget.used == 1 + (tenants - 2) * share
+
+
+def test_with_one_key_or_none_there_are_no_shares() -> None:
+    for tenant in (b"", b"k" * 32):
+        assert MemoryBudget(LIMIT, 1, LIMIT // 2).hold(tenant).resize(LIMIT)
+
+
+def test_bodies_of_one_key_leave_room_for_anothers() -> None:
+    """The first key's bodies never end; the second key's largest body is read all the same."""
+    service = make_service(api_key="first,second", max_body="64KiB", body_total="4MiB")
+    assert service.bodies.most(tenant=b"x" * 32) < service.bodies.limit
+    least = service.bodies.most(service.bodies.limit // SPARE, b"x" * 32)
+    assert least >= decoding_bytes(64 << 10), "a body that is allowed fits alone"
+
+
+def test_the_smallest_total_still_fits_a_body_of_each_key() -> None:
+    for keys in range(1, 9):
+        names = ",".join(f"k{n}" for n in range(keys))
+        service = make_service(api_key=names, max_body="64KiB", body_total=str(least_total(64 << 10)))
+        assert service.bodies.most(service.bodies.limit // SPARE, b"x" * 32) >= decoding_bytes(64 << 10)
