@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import Any
 
 from lamina.models.tokenizer import check_encoding, token_ids
-from lamina.models.tokenizer_process import FROM_TOKENIZER, Encode, Encoded, EncodeFailed, UseTokenizer
 
 from .bounded_process import BoundedProcess, EndedWords
+from .tokenizer_process import FROM_TOKENIZER, Encode, Encoded, EncodeFailed, UseTokenizer
 
 TOKENIZING = 256  # bytes for a byte of text, while it is tokenized: by the resident memory of a process
 SPARE = 64 << 20  # bytes of memory for texts of any length

@@ -1,6 +1,6 @@
 """Long texts are tokenized in a process of their own: with the same ids, and within bounds of time and memory.
 
-Covers: lamina/executor/bounded_process.py, lamina/models/tokenizer_process.py.
+Covers: lamina/executor/bounded_process.py, lamina/executor/tokenizer_process.py.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ ROLES = {
     "engine": ("lamina.server.engine_client.engine_process", "serve_engine"),
     "footprint": ("lamina.workers.memory.resident_memory", "serve_footprint"),
     "template": ("lamina.models.template_process", "serve_templates"),
-    "tokenizer": ("lamina.models.tokenizer_process", "serve_tokenizer"),
+    "tokenizer": ("lamina.executor.tokenizer_process", "serve_tokenizer"),
 }
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import msgspec
 
+from lamina.models.model_files import one_line
+from lamina.models.template_process import bounded
 from lamina.protocol.control import ControlLink, LinkClosedError
-
-from .model_files import one_line
-from .template_process import bounded
 
 
 class UseTokenizer(msgspec.Struct, frozen=True, kw_only=True, tag="use-tokenizer"):
