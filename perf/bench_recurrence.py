@@ -23,6 +23,7 @@ import torch
 from common import cpu_pressure, record, spread
 from torch import Tensor
 
+from lamina.kv.arena import huge_page_zeros
 from lamina.ops.recurrence.native import NativeRecurrence
 from lamina.ops.recurrence.segments import ZEROS, Segment, Segments
 from lamina.ops.recurrence.spec import RecurrenceSpec
@@ -81,7 +82,8 @@ def decoding(
 ) -> dict[str, Any]:
     """Return seconds of a layer, GB/s of states, and the floor's share of the time."""
     layers = max(1, min(64, -(-LEAST_BYTES // (spec.state_bytes * sequences))))
-    states = torch.randn(layers, 2 * sequences, spec.state_size)
+    states = huge_page_zeros((layers, 2 * sequences, spec.state_size), torch.float32)  # as memory workers have it
+    states.copy_(torch.randn(spec.state_size))
     static, inputs = operands(spec, sequences, torch.bfloat16)
     steps = [
         Segments.of([Segment(i, 1, 0, i + a * sequences, i + (1 - a) * sequences) for i in range(sequences)])

@@ -112,11 +112,19 @@ struct Channels {
     const std::int64_t kept = layer.width - 1, channels = layer.channels;
     const float* const from = call.state(segment.read) + first;
     read(call.x, segment.first, first, size, x);
+    for (std::int64_t j = 0; j < kept; ++j)  // the next head's, which are likely to be the next ones
+      for (std::int64_t c = 0; c < size; c += 16) __builtin_prefetch(from + j * channels + size + c, 0, 3);
     sum(layer, from, channels, x, y);
     if (!own) return;
     float* const to = call.state(segment.write) + first;
-    for (std::int64_t j = 0; j + 1 < kept; ++j) copy(from + (j + 1) * channels, to + j * channels, size);
-    copy(x, to + (kept - 1) * channels, size);
+    const bool past = call.stream && (size % 16 | channels % 16 | reinterpret_cast<std::uintptr_t>(to) % 64) == 0;
+    for (std::int64_t j = 0; j < kept; ++j) {
+      const float* const row = j + 1 < kept ? from + (j + 1) * channels : x;
+      if (past)
+        for (std::int64_t c = 0; c < size; c += W) stream(to + j * channels + c, load(row + c));
+      else
+        copy(row, to + j * channels, size);
+    }
   }
 
  private:
@@ -153,23 +161,12 @@ struct Update {
   const float *by_key, *key;
 };
 
-// Fetches part `part` of two of what lies `ahead` of N vectors of a row, for another head: reading never rests.
-// Inline, since GCC takes a function that only fetches for one without an effect.
-template <int N>
-[[gnu::always_inline]] inline void fetch(const float* s, std::int64_t ahead, int part) {
-  if (!ahead) return;
-  constexpr int kLines = N * W / 16, kFirst = kLines / 2;
-  for (int i = part ? kFirst : 0; i < (part ? kLines : kFirst); ++i) __builtin_prefetch(s + ahead + i * 16, 0, 2);
-}
-
 // Sums over the rows of S, [K, ld], of N vectors each: of `a` times S, and of `b` times S.
 template <int N>
-inline void see(const float* s, std::int64_t ld, std::int64_t keys, const float* a, const float* b, V* x, V* y,
-                std::int64_t ahead) {
+inline void see(const float* s, std::int64_t ld, std::int64_t keys, const float* a, const float* b, V* x, V* y) {
   for (int j = 0; j < N; ++j) x[j] = y[j] = V{};
   for (std::int64_t i = 0; i < keys; ++i, s += ld) {
     const V ai = set(a[i]), bi = set(b[i]);
-    fetch<N>(s, ahead, 0);
     for (int j = 0; j < N; ++j) {
       const V v = load(s + j * W);
       x[j] = fma(ai, v, x[j]), y[j] = fma(bi, v, y[j]);
@@ -177,20 +174,39 @@ inline void see(const float* s, std::int64_t ld, std::int64_t keys, const float*
   }
 }
 
-// The update of S; the new one to `to`. `ahead`: numbers from a row to what is fetched for later.
+template <bool kStream>
+inline void put(float* to, V v) {
+  if (kStream)
+    stream(to, v);
+  else
+    store(to, v);
+}
+
+// The update of S; the new one to `to`.
 template <int N, bool kByKey, bool kStream>
-inline void update(const Update& by, const V* u, const float* s, std::int64_t ld, std::int64_t keys, float* to,
-                   std::int64_t ld_to, std::int64_t ahead) {
+inline void update(const Update& by, const V* u, const float* s, std::int64_t ld, std::int64_t keys, float* to) {
   const V decay = set(by.decay);
-  for (std::int64_t i = 0; i < keys; ++i, s += ld, to += ld_to) {
+  for (std::int64_t i = 0; i < keys; ++i, s += ld, to += ld) {
     const V d = kByKey ? set(by.by_key[i]) : decay, k = set(by.key[i]);
-    fetch<N>(s, ahead, 1);
+    for (int j = 0; j < N; ++j) put<kStream>(to + j * W, fma(k, u[j], load(s + j * W) * d));
+  }
+}
+
+constexpr std::int64_t kAhead = 12;  // rows
+
+// The same, with the sums of `see` for another head's S at `next`, so that memory is read and written at the same time.
+template <int N, bool kByKey, bool kStream>
+inline void update_and_see_next(const Update& by, const V* u, const float* s, std::int64_t ld, std::int64_t keys,
+                                float* to, const float* next, const float* a, const float* b, V* x, V* y) {
+  const V decay = set(by.decay);
+  for (int j = 0; j < N; ++j) x[j] = y[j] = V{};
+  for (std::int64_t i = 0; i < keys; ++i, s += ld, to += ld, next += ld) {
+    const V d = kByKey ? set(by.by_key[i]) : decay, k = set(by.key[i]), ai = set(a[i]), bi = set(b[i]);
     for (int j = 0; j < N; ++j) {
-      const V v = fma(k, u[j], load(s + j * W) * d);
-      if (kStream)
-        stream(to + j * W, v);
-      else
-        store(to + j * W, v);
+      if (j * W % 16 == 0) __builtin_prefetch(next + kAhead * ld + j * W, 0, 3);  // else reading waits for writing
+      const V v = load(next + j * W);
+      x[j] = fma(ai, v, x[j]), y[j] = fma(bi, v, y[j]);
+      put<kStream>(to + j * W, fma(k, u[j], load(s + j * W) * d));
     }
   }
 }
@@ -211,21 +227,18 @@ inline void update_and_see(const Update& by, const V* u, float* s, std::int64_t 
   }
 }
 
-// The update of S, and the sum of `q` times the new one, in one pass.
+// The update of S, and the sum of `q` times the new one, in one pass. `ahead`: numbers to what is fetched for later.
 template <int N, bool kStream>
 inline void scan(const Update& by, const V* u, const float* s, std::int64_t ld, std::int64_t keys, const float* q,
-                 float* to, std::int64_t ld_to, V* y, std::int64_t ahead) {
+                 float* to, V* y, std::int64_t ahead) {
   const V decay = set(by.decay);
   for (int j = 0; j < N; ++j) y[j] = V{};
-  for (std::int64_t i = 0; i < keys; ++i, s += ld, to += ld_to) {
+  for (std::int64_t i = 0; i < keys; ++i, s += ld, to += ld) {
     const V k = set(by.key[i]), qi = set(q[i]);
-    fetch<N>(s, ahead, 0), fetch<N>(s, ahead, 1);
     for (int j = 0; j < N; ++j) {
+      if (ahead && j * W % 16 == 0) __builtin_prefetch(s + ahead + j * W, 0, 2);
       const V v = fma(k, u[j], load(s + j * W) * decay);
-      if (kStream)
-        stream(to + j * W, v);
-      else
-        store(to + j * W, v);
+      put<kStream>(to + j * W, v);
       y[j] = fma(qi, v, y[j]);
     }
   }
@@ -261,6 +274,15 @@ struct Tokens {
   float* o;
 };
 
+// What token i adds to S at columns `at`, by what its key and query see there; writes its output.
+template <bool kByKey>
+inline V change(const Tokens& t, std::int64_t i, std::int64_t at, V seen, V read) {
+  const V decay = set(kByKey ? 1.0f : t.decay[i]);
+  const V u = set(t.beta[i]) * (load(t.v + at) - decay * seen);
+  store(t.o + at, fma(set(t.qk[i]), u, decay * read));
+  return u;
+}
+
 // S of a head: where it is read, and where it goes.
 struct Place {
   const float* from;
@@ -270,26 +292,22 @@ struct Place {
   std::int64_t ahead;
 };
 
-// A block of N vectors of S, from column `c` on, takes all tokens by the delta rule. With several tokens, `from` is `to`.
+// A block of N vectors of S, from column `c` on, takes all tokens by the delta rule.
 template <int N, bool kByKey>
-inline void take_delta(const Tokens& t, std::int64_t keys, std::int64_t c, const Place& at) {
+inline void take_delta(const Tokens& t, std::int64_t keys, std::int64_t c, float* s, std::int64_t ld) {
   V seen[N], read[N], u[N];
-  see<N>(at.from, at.ld, keys, t.seen_k, t.seen_q, seen, read, at.ahead);
+  see<N>(s, ld, keys, t.seen_k, t.seen_q, seen, read);
   for (std::int64_t i = 0; i < t.n; ++i) {
-    const V decay = set(kByKey ? 1.0f : t.decay[i]), beta = set(t.beta[i]), qk = set(t.qk[i]);
     for (int j = 0; j < N; ++j) {
-      const V v = load(t.v + i * t.values + c + j * W);
-      u[j] = beta * (v - decay * seen[j]);
-      store(t.o + i * t.values + c + j * W, fma(qk, u[j], decay * read[j]));
+      const std::int64_t at = i * t.values + c + j * W;
+      u[j] = change<kByKey>(t, i, at, seen[j], read[j]);
     }
     const Update by{t.decay[i], t.by_key + (kByKey ? i * t.keys : 0), t.k + i * t.keys};
     const std::int64_t next = (i + 1) * t.keys;
     if (i + 1 < t.n)
-      update_and_see<N, kByKey>(by, u, at.to, at.ld, keys, t.seen_k + next, t.seen_q + next, seen, read);
-    else if (at.stream)
-      update<N, kByKey, true>(by, u, at.from, at.ld, keys, at.to, at.ld, at.ahead);
+      update_and_see<N, kByKey>(by, u, s, ld, keys, t.seen_k + next, t.seen_q + next, seen, read);
     else
-      update<N, kByKey, false>(by, u, at.from, at.ld, keys, at.to, at.ld, 0);
+      update<N, kByKey, false>(by, u, s, ld, keys, s);
   }
 }
 
@@ -302,23 +320,50 @@ inline void take_scan(const Tokens& t, std::int64_t keys, std::int64_t c, const 
     const Update by{t.decay[i], nullptr, t.k + i * t.keys};
     const float* const q = t.q + i * t.keys;
     if (at.stream)
-      scan<N, true>(by, u, at.from, at.ld, keys, q, at.to, at.ld, o, at.ahead);
+      scan<N, true>(by, u, at.from, at.ld, keys, q, at.to, o, at.ahead);
     else
-      scan<N, false>(by, u, at.from, at.ld, keys, q, at.to, at.ld, o, 0);
+      scan<N, false>(by, u, at.from, at.ld, keys, q, at.to, o, 0);
     for (int j = 0; j < N; ++j) store(t.o + i * t.values + c + j * W, o[j]);
   }
 }
 
-inline void take(const Layer& layer, const Tokens& t, std::int64_t c, std::int64_t vectors, const Place& at) {
+// All tokens on `vectors` of S in scratch, from column `c` on.
+inline void take(const Layer& layer, const Tokens& t, std::int64_t c, std::int64_t vectors, float* s) {
   with_count(vectors, [&](auto count) __attribute__((always_inline)) {
     constexpr int N = decltype(count)::value;
+    const std::int64_t keys = layer.key_dim;
     if (layer.kind == Kind::kMamba2)
-      take_scan<N>(t, layer.key_dim, c, at);
+      take_scan<N>(t, keys, c, {s, s, N * W, false, 0});
     else if (t.by_key)
-      take_delta<N, true>(t, layer.key_dim, c, at);
+      take_delta<N, true>(t, keys, c, s, N * W);
     else
-      take_delta<N, false>(t, layer.key_dim, c, at);
+      take_delta<N, false>(t, keys, c, s, N * W);
   });
+}
+
+// A head of the delta rule whose only token is computed but for the update of S, which is done with the next head's sums.
+struct Pending {
+  const float *k, *by_key;
+  float decay;
+  const float* from;  // null for none
+  float* to;
+  bool stream;
+};
+
+// Updates what is pending, by `u`, and puts what t's key and query see of `next` to `seen` and `read`. Either may be null.
+template <int N, bool kByKey, bool kStream>
+inline void take_one(const Pending& p, const Tokens& t, std::int64_t keys, std::int64_t ld, std::int64_t c,
+                     const float* next, const float* u, float* seen, float* read) {
+  V x[N], y[N], change[N];
+  const Update by{p.decay, p.by_key, p.k};
+  for (int j = 0; j < N; ++j) change[j] = load(u + c + j * W);  // any numbers, if nothing is pending
+  if (!next) return update<N, kByKey, kStream>(by, change, p.from + c, ld, keys, p.to + c);
+  if (p.from)
+    update_and_see_next<N, kByKey, kStream>(by, change, p.from + c, ld, keys, p.to + c, next + c, t.seen_k, t.seen_q, x,
+                                            y);
+  else
+    see<N>(next + c, ld, keys, t.seen_k, t.seen_q, x, y);
+  for (int j = 0; j < N; ++j) store(seen + c + j * W, x[j]), store(read + c + j * W, y[j]);
 }
 
 constexpr std::int64_t kBlock = 4 * W;  // columns of S that stay in the first cache, one after the other in scratch
@@ -369,13 +414,14 @@ class Heads {
     before_q_ = scratch.take(groups_ * kept * keys), before_k_ = scratch.take(groups_ * kept * keys);
     before_v_ = scratch.take(heads * kept * values);
     x_ = scratch.take((kept + kTokens) * (keys > values ? keys : values));
-    q_ = scratch.take(kTokens * keys), k_ = scratch.take(kTokens * keys);
+    q_ = scratch.take(kTokens * keys), k_ = all_k_ = scratch.take(kTokens * keys);
     v_ = scratch.take(kTokens * values), o_ = scratch.take(kTokens * values);
     decay_ = scratch.take(kTokens), beta_ = scratch.take(kTokens), qk_ = scratch.take(kTokens);
     by_key_ = seen_k_ = seen_q_ = nullptr;
     if (layer_.kind == Kind::kKimiDelta)
-      by_key_ = scratch.take(kTokens * keys), seen_k_ = scratch.take(kTokens * keys),
+      by_key_ = all_by_key_ = scratch.take(kTokens * keys), seen_k_ = scratch.take(kTokens * keys),
       seen_q_ = scratch.take(kTokens * keys);
+    u_ = scratch.take(values), seen_ = scratch.take(values), read_ = scratch.take(values);
     states_ = scratch.take(heads * layer_.key_dim * values);
   }
 
@@ -393,7 +439,11 @@ class Heads {
       const std::int64_t n = least(kTokens, segment.rows - at);
       for (std::int64_t group = first_group_; group < first_group_ + groups_; ++group) run(segment, at, n, group);
     }
-    if (direct_) return fence();
+    if (direct_) {
+      if (pending_.from) take_pending({}, nullptr);
+      pending_.from = nullptr;
+      return fence();
+    }
     store_states(segment.write);
     each_channels([&](const Channels& c, bool own) {
       if (own) c.end(call_, segment.write);
@@ -403,6 +453,7 @@ class Heads {
   // Tokens `at .. at + n` of the segment, on the task's heads of a group.
   void run(const Segment& segment, std::int64_t at, std::int64_t n, std::int64_t group) {
     const std::int64_t row = segment.first + at, begin = first_head(group), end = first_head(group + 1);
+    if (direct_) k_ = k_ == all_k_ ? all_k_ + padded(layer_.key_dim) : all_k_;  // what is pending has the other one
     convolve(q_of(group), segment, row, n, owns(group), q_);
     convolve(k_of(group), segment, row, n, owns(group), k_);
     if (layer_.kind != Kind::kMamba2) finish(layer_, n, q_, k_, qk_);
@@ -438,22 +489,51 @@ class Heads {
       const float* const from = call_.state(segment.read) + layer_.history + head * size;
       float* const to = call_.state(segment.write) + layer_.history + head * size;
       const bool stream = call_.stream && reinterpret_cast<std::uintptr_t>(to) % 64 == 0;
+      if (layer_.kind != Kind::kMamba2) {
+        take_pending(tokens, from);
+        for (std::int64_t c = 0; c < values; c += W) {
+          const V seen = load(seen_ + c), read = load(read_ + c);
+          store(u_ + c, by_key_ ? change<true>(tokens, 0, c, seen, read) : change<false>(tokens, 0, c, seen, read));
+        }
+        pending_ = {k_, by_key_, decay_[0], from, to, stream};
+        return;
+      }
       const std::int64_t ahead = stream && head + 1 < task_.end ? size : 0;
       for (std::int64_t c = 0; c < values; c += kWide * W)
-        take(layer_, tokens, c, least(kWide * W, values - c) / W, {from + c, to + c, layer_.value_dim, stream, ahead});
+        with_count(least(kWide * W, values - c) / W, [&](auto count) __attribute__((always_inline)) {
+          const Place place{from + c, to + c, layer_.value_dim, stream, ahead};
+          take_scan<decltype(count)::value>(tokens, layer_.key_dim, c, place);
+        });
       return;
     }
     float* s = states_ + (head - task_.head) * layer_.key_dim * values;
     for (std::int64_t c = 0; c < values; c += kBlock) {
       const std::int64_t width = least(kBlock, values - c);
-      take(layer_, tokens, c, width / W, {s, s, width, false, 0});
+      take(layer_, tokens, c, width / W, s);
       s += layer_.key_dim * width;
     }
+  }
+
+  // What is pending, and what the next head's token sees of its S, if there is one.
+  void take_pending(const Tokens& tokens, const float* next) {
+    const std::int64_t ld = layer_.value_dim;
+    for (std::int64_t c = 0; c < ld; c += kWide * W)
+      with_count(least(kWide * W, ld - c) / W, [&](auto count) __attribute__((always_inline)) {
+        constexpr int N = decltype(count)::value;
+        const auto one = [&](auto take) __attribute__((always_inline)) {
+          take(pending_, tokens, layer_.key_dim, ld, c, next, u_, seen_, read_);
+        };
+        if (by_key_)
+          pending_.stream ? one(take_one<N, true, true>) : one(take_one<N, true, false>);
+        else
+          pending_.stream ? one(take_one<N, false, true>) : one(take_one<N, false, false>);
+      });
   }
 
   // Decays and beta of the delta rule.
   void gates(std::int64_t row, std::int64_t n, std::int64_t head) {
     const std::int64_t keys = padded(layer_.key_dim), size = layer_.key_dim;
+    if (direct_ && by_key_) by_key_ = by_key_ == all_by_key_ ? all_by_key_ + keys : all_by_key_;
     for (std::int64_t t = 0; t < n; ++t) {
       read(call_.b, row + t, head, 1, beta_ + t);
       if (!by_key_) {
@@ -550,8 +630,9 @@ class Heads {
   const Task& task_;
   std::int64_t first_group_, groups_;
   bool alone_, direct_ = false;
-  float *before_q_, *before_k_, *before_v_, *x_, *q_, *k_, *v_, *o_, *decay_, *beta_, *qk_, *by_key_, *seen_k_,
-      *seen_q_, *states_;
+  Pending pending_{};
+  float *before_q_, *before_k_, *before_v_, *x_, *q_, *k_, *all_k_, *v_, *o_, *decay_, *beta_, *qk_, *by_key_, *seen_k_,
+      *seen_q_, *all_by_key_ = nullptr, *u_, *seen_, *read_, *states_;
 };
 
 // A convolution alone.

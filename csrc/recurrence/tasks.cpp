@@ -15,7 +15,8 @@ std::size_t scratch_size(const Layer& layer, std::int64_t heads) {
   const std::int64_t keys = padded(layer.key_dim), values = padded(layer.value_dim);
   const std::int64_t groups = (heads + layer.heads_per_group - 2) / layer.heads_per_group + 1;
   const std::int64_t before = kept * (2 * groups * keys + heads * values);
-  const std::int64_t tokens = (kept + kTokens) * std::max(keys, values) + kTokens * (5 * keys + 2 * values + 3);
+  const std::int64_t tokens =
+      (kept + kTokens) * std::max(keys, values) + kTokens * (5 * keys + 2 * values + 3) + 3 * values;
   return std::size_t(before + tokens + heads * layer.key_dim * values + 16 * kPad);
 }
 

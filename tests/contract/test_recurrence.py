@@ -265,6 +265,23 @@ def test_heads_of_workers(entry: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("name", LARGE)
+def test_states_larger_than_caches(entry: str, name: str) -> None:
+    """Decoding of many sequences, which may go past the caches, has the bits of one alone."""
+    spec = LARGE[name]
+    count = -(-(2**18) // spec.state_size)
+    layer, backend = make_layer(spec, count), open_entry(entry)
+    states = new_states(spec, 2 * count)
+    states[:count] = torch.randn(count, spec.state_size, generator=torch.Generator().manual_seed(1))
+    out = run(backend, layer, Segments.of([Segment(i, 1, 0, i, count + i) for i in range(count)]), states)
+    for i in range(count):
+        own = torch.cat([states[i : i + 1], new_states(spec, 1)])
+        right = run(backend, rows_of(layer, i, 1), Segments.of([Segment(0, 1, 0, 0, 1)]), own)
+        assert torch.equal(out[i], right[0])
+        assert torch.equal(numbers(spec, states[count + i]), numbers(spec, own[1]))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_strided_rows(entry: str) -> None:
     """Inputs may be columns of a message."""
     spec = SPECS["qwen3_next"]

@@ -37,13 +37,13 @@ SPECS = {
         kind="mamba2", heads=2, groups=2, key_dim=9, value_dim=19, width=5, softplus=False, dt_bias=False, skip=False
     ),
 }  # fmt: skip
-# Sizes as published: a head of Qwen3-Next, and one of Nemotron-H.
+# Heads of sizes as published.
 LARGE = {
     "qwen3_next_head": RecurrenceSpec(
-        kind="gated_delta", heads=2, groups=1, heads_per_group=2, key_dim=128, value_dim=128, width=4, scale=128**-0.5
+        kind="gated_delta", heads=4, groups=2, heads_per_group=2, key_dim=128, value_dim=128, width=4, scale=128**-0.5
     ),
     "kimi_head": RecurrenceSpec(
-        kind="kimi_delta", heads=1, groups=1, key_dim=128, value_dim=128, width=4, scale=128**-0.5
+        kind="kimi_delta", heads=2, groups=2, key_dim=128, value_dim=128, width=4, scale=128**-0.5
     ),
     "nemotron_head": RecurrenceSpec(
         kind="mamba2", heads=4, groups=1, heads_per_group=4, key_dim=128, value_dim=64, width=4, bias=True
