@@ -27,6 +27,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     source: Words
     network: Above0 | None = None
     interconnect: Above0 | None = None
+    cpu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Device:
 
     tflops: dense bf16, in 10^12 FLOP/s. memory_gb, bandwidth_gbs, network_gbs: 10^9 bytes (per second). ``network_gbs``
     is one direction of its own network card; ``interconnect_gbs`` is one direction to other devices of its host. None:
-    not stated. ``memory``: as the source writes it.
+    not stated. ``memory``: as the source writes it. ``is_cpu``: it multiplies by packed weights.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Device:
     bandwidth_gbs: float
     network_gbs: float | None
     interconnect_gbs: float | None = None
+    is_cpu: bool = False
     source: str
 
 
@@ -83,7 +85,7 @@ def _device(name: str, table: dict[str, Any], path: Path) -> Device:
     return Device(
         name=name, title=entry.title, tflops=entry.tflops, memory=memory,
         memory_gb=parse_size(memory, f"{where}: memory") / 1e9, bandwidth_gbs=entry.bandwidth,
-        network_gbs=entry.network, interconnect_gbs=entry.interconnect, source=entry.source,
+        network_gbs=entry.network, interconnect_gbs=entry.interconnect, is_cpu=entry.cpu, source=entry.source,
     )  # fmt: skip
 
 

@@ -17,11 +17,14 @@ from lamina.converter import ConversionError, SlicedProgram
 from lamina.converter.stamp import layer_stack, stamp
 from lamina.kv.stored_format import head_bytes
 from lamina.ops.attention.spec import AttentionSpec
+from lamina.ops.gemm import LinearBackend
 
-from .checkpoint import find_checkpoint, read_config
+from .checkpoint import find_checkpoint, is_quantized, read_config, weight_files
 from .convert import convert_model
 from .load import from_config, max_model_len
 from .quantization.gguf_file import is_gguf
+from .quantization.pack_weights import replace_layers
+from .read_shard import WHOLE
 from .tensor_parallel_shard import ShardPlan, plan_shard
 from .unsupported_models import num_layers
 
@@ -35,34 +38,60 @@ class CutPlan(NamedTuple):
 
 
 def plan_cuts(
-    model: str, *, dtype: str = "auto", trust_remote_code: bool = False, ranks: int = 1, hf_overrides: str = ""
+    model: str,
+    *,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    ranks: int = 1,
+    hf_overrides: str = "",
+    backend: LinearBackend | None = None,
 ) -> CutPlan:
     """Cut a model without weights. ``model``: a directory, a hub id or a configuration file. ``ranks``: with several,
-    the result is the part of the first one. If provably the same, a few layers are captured and the others derived from
+    the result is the part of the first one. ``backend``: linear layers of a quantised checkpoint stay packed, as in
+    ``load``, where its files are here. If provably the same, a few layers are captured and the others derived from
     them; else all are captured.
     """
     config = configuration(model, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
     limit, keep = max_model_len(config), not trust_remote_code
+    packed_from = _packed_files(model, trust_remote_code) if backend is not None else None
+
+    def pack(made: nn.Module, shard: ShardPlan) -> nn.Module:
+        if packed_from is not None and backend is not None:
+            replace_layers(made, packed_from, shard, backend)
+        return made
+
     module = from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if ranks > 1:
         shard = plan_shard(module, 0, ranks, limit)
         shard.shrink_to_shard(module)
+        pack(module, shard)
         shard.attach_collectives(module)
         program = convert_model(module, max_model_len=limit, part=shard.weight_shard, keep=keep)
         return CutPlan(module, program, shard)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(module), few)
-        small = from_config(less, dtype=dtype, trust_remote_code=trust_remote_code)
+        small = pack(from_config(less, dtype=dtype, trust_remote_code=trust_remote_code), WHOLE)
         program = convert_model(small, max_model_len=limit, keep=keep)
         return program, layer_stack(small, few)[1], _layer_entries(less, few)
 
+    pack(module, WHOLE)
     total, stamped = num_layers(module), None
     with suppress(ConversionError):  # not in a list of layers: all of them are captured
         name, layers = layer_stack(module, total)
         stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
     whole = stamped or convert_model(module, max_model_len=limit, keep=keep)
     return CutPlan(module, whole, None)
+
+
+def _packed_files(model: str, trust_remote_code: bool) -> Path | None:
+    """Return the directory or file of a quantised checkpoint whose weights are here; None for others."""
+    path = Path(model).expanduser()
+    if path.is_file() and not is_gguf(path):
+        return None
+    directory = find_checkpoint(model, trust_remote_code=trust_remote_code, weights=False)
+    files = weight_files(directory) if is_quantized(directory) else []
+    return directory if files and all(file.is_file() for file in files) else None
 
 
 def configuration(model: str, *, trust_remote_code: bool = False, hf_overrides: str = "") -> Any:

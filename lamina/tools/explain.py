@@ -155,12 +155,14 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
 
 def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     from lamina.models.meta_capture import plan_cuts
+    from lamina.ops import gemm
 
     plan = plan_cuts(
         args.model,
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
         ranks=args.tensor_parallel_size,
+        backend=gemm.get("auto", 1),
     )
     return plan.model, plan.program
 

@@ -11,6 +11,9 @@ import pytest
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from lamina.cli.launch import main
+from lamina.tools.plan.model_facts import model_facts
+
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
@@ -170,3 +173,40 @@ def test_budgets_that_nothing_can_be_told_of_are_one_line(
     assert main(["explain", _config(tmp_path, 4), "--no-weights", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+@pytest.mark.parametrize("name", ["llama_int4_group", "llama_awq", "llama_q8_0.gguf"])
+def test_packed_weights_are_counted_without_reading_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The counts are those of a model whose weights are read, and below two bytes for each of its numbers."""
+    model, sizes = str(CHECKPOINTS / name), []
+    for how in (["--no-weights"], []):
+        assert main(["explain", model, "--json", *how]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        sizes.append([facts["weight_bytes"], *(each["weight_bytes"] for each in facts["slices"])])
+    assert sizes[0] == sizes[1]
+    plain = model_facts(model, dtype="bfloat16")
+    packed = model_facts(model, dtype="bfloat16", packed=True)
+    assert packed.weight_bytes == sizes[0][0] < 0.9 * plain.weight_bytes, "a plan for CPUs counts them, too"
+    for group in packed.products:
+        assert group.work(1)[0] == group.count * group.weight_bytes, "a row reads all of them"
+    assert sum(g.work(1)[1] for g in packed.products) == sum(g.work(1)[1] for g in plain.products)
+
+
+def test_a_plan_counts_packed_bytes_where_all_devices_are_cpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = '[{}]\ntitle = "A"\ntflops = 2\nmemory = "64 GB"\nbandwidth = 40\nnetwork = 1\nsource = "us"\n{}'
+    file = tmp_path / "devices.toml"
+    file.write_text(entry.format("one", "cpu = true\n") + entry.format("other", ""))
+    prices = tmp_path / "prices.toml"
+    prices.write_text('[book]\ndate = "2026"\ncurrency = "USD"\nsource = "us"\n[one]\nhour = 1\n[other]\nhour = 1\n')
+    trace = tmp_path / "trace.csv"
+    times = [f"2024-05-10 00:00:{second:02}.0000000,40,20" for second in range(40)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *times, ""]))
+    files = ["--trace", str(trace), "--device-file", str(file), "--prices", str(prices)]
+    sizes = []
+    for name in ("one", "other"):
+        flags = ["--devices", f"{name}:4", "--json", "--simulate", "0", *files]
+        assert main(["plan", str(CHECKPOINTS / "llama_int4_group"), *flags]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["model"]["weight_bytes"])
+    assert sizes[0] < 0.9 * sizes[1]

@@ -115,7 +115,12 @@ def _planner(args: argparse.Namespace, stock: Mapping[str, Inventory]) -> Planne
     operators = OperatorTables([Path(args.operators)] if args.operators else [])
     if args.operators:
         operators.check_devices(list(stock), f"--operators {args.operators}")
-    facts = model_facts(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    facts = model_facts(
+        args.model,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        packed=all(each.device.is_cpu for each in stock.values()),
+    )
     costs = CostModel(facts, constants, link, baseline, operators)
     return Planner(
         costs,

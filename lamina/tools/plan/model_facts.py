@@ -22,6 +22,7 @@ from .tables import DATA
 _PAPER = "arXiv 2405.01814, table 3"
 _SIZES = ("layers", "hidden", "heads", "group", "ffn", "itemsize")
 _CACHE = "LAMINA_CACHE"
+_DENSE = 0.75  # a larger share of its weights that a row needs is all of them
 
 
 class GemmGroup(msgspec.Struct, frozen=True):
@@ -39,6 +40,7 @@ class GemmGroup(msgspec.Struct, frozen=True):
         likely, a part (1 - share) ** rows of the weights is needed by no row.
         """
         share = self.flops_per_row / 2 * self.itemsize / self.weight_bytes
+        share = 1.0 if share > _DENSE else share  # packed weights have scales, too
         part = 1 - (1 - share) ** rows if share < 1 else min(1.0, rows * share)
         return self.count * self.weight_bytes * part, self.count * self.flops_per_row * rows
 
@@ -105,20 +107,23 @@ class ModelFacts(msgspec.Struct, frozen=True):
         return sum(a.count * (a.q_bytes + a.kv_message_bytes + a.o_bytes) for a in self.attentions)
 
 
-def model_facts(model: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> ModelFacts:
+def model_facts(
+    model: str, *, dtype: str = "auto", trust_remote_code: bool = False, packed: bool = False
+) -> ModelFacts:
     """Return the facts of ``model``: a directory, a hub id or a configuration file; or one of the paper's names, if
-    there is no such path. Raises ValueError for a model that cannot be served.
+    there is no such path. ``packed``: linear layers of a quantised checkpoint take their packed bytes, as on CPUs; else
+    those of ``dtype``, as on GPUs. Raises ValueError for a model that cannot be served.
     """
     shipped = paper_models()
     if model in shipped and not Path(model).exists():
         if dtype != "auto":
             raise ValueError(f"--dtype {dtype}: {model} is known by the paper's sizes alone: leave --dtype out")
         return shipped[model]
-    kept = _kept(model, dtype)
+    kept = _kept(model, dtype) if not packed else None
     with suppress(OSError, msgspec.DecodeError):
         if kept is not None:
             return msgspec.json.decode(kept.read_bytes(), type=ModelFacts)
-    facts = captured_facts(model, dtype, trust_remote_code)
+    facts = captured_facts(model, dtype, trust_remote_code, packed=packed)
     if kept is not None:
         with suppress(OSError):
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,12 +176,14 @@ def _code() -> bytes:
     return b"".join((package / name).read_bytes() for name in ("tools/plan/model_facts.py", "models/meta_capture.py"))
 
 
-def captured_facts(model: str, dtype: str, trust_remote_code: bool) -> ModelFacts:
+def captured_facts(model: str, dtype: str, trust_remote_code: bool, *, packed: bool = False) -> ModelFacts:
     from lamina.converter.explain import facts_of
     from lamina.models.load import max_model_len
     from lamina.models.meta_capture import attention_calls, configuration, plan_cuts
+    from lamina.ops import gemm
 
-    program = plan_cuts(model, dtype=dtype, trust_remote_code=trust_remote_code).program
+    backend = gemm.get("auto", 1) if packed else None
+    program = plan_cuts(model, dtype=dtype, trust_remote_code=trust_remote_code, backend=backend).program
     config = configuration(model, trust_remote_code=trust_remote_code)
     slices = facts_of(program)
     gemms = Counter((g.weight_bytes, g.itemsize, g.flops_per_token) for each in slices for g in each.gemms)
