@@ -154,7 +154,7 @@ def _ask(row: int, draw: SamplingRequest) -> SampleSpec:
 
 
 def change_logits(row: Tensor, draw: SamplingRequest, seen: Mapping[int, LogitChanges]) -> None:
-    """Apply penalties, biases, masks and bans of ``draw`` to its logits, in place. Raises ValueError for unknown tokens."""
+    """Apply penalties, biases, masks and bans of a draw, in place. Raises ValueError for unknown tokens."""
     if draw.logits_update is not None:
         history = seen[draw.sequence]
         _penalise(row, history)
