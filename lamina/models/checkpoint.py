@@ -18,7 +18,7 @@ from .quantization import gguf_file
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_TIMEOUT_S = 20.0
 _ADAPTER = "adapter_config.json"
-_EXPORT = "hf_quant_config.json"  # of modelopt, which is not read yet
+_EXPORT = "hf_quant_config.json"  # of modelopt
 QUANTIZED = "quantized"
 
 
@@ -193,7 +193,8 @@ def stored_format(directory: Path, raw: dict[str, Any] | None = None) -> quantiz
         raw = read_json(directory / "config.json", "")
     settings = raw.get("quantization_config")
     if not settings and (directory / _EXPORT).exists():
-        settings = {"quant_method": "modelopt"}
+        said = read_json(directory / _EXPORT, "").get("quantization")
+        settings = {**(said if isinstance(said, dict) else {}), "quant_method": "modelopt"}
     return quantization.open_format(str(directory), settings) if settings else None
 
 
