@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api.async_llm import AsyncLLM as AsyncLLM
     from .api.llm import LLM as LLM
+    from .api.wrapped import StructuredOutputsProcessor as StructuredOutputsProcessor
     from .api.wrapped import wrap as wrap
     from .config.engine_config import EngineConfig as EngineConfig
     from .request import CompletionOutput as CompletionOutput
@@ -31,6 +32,7 @@ _PUBLIC = {
     "RequestOutput": "request",
     "CompletionOutput": "request",
     "wrap": "api.wrapped",
+    "StructuredOutputsProcessor": "api.wrapped",
 }
 __version__ = "0.2.0.dev0"
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "StructuredOutputsProcessor",
     "__version__",
     "wrap",
 ]

@@ -15,7 +15,8 @@ from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import flat_options
 from lamina.engine.tuning.tuner import Tuner
 from lamina.facts.report import count_text
-from lamina.request import RequestOutput, SamplingParams
+from lamina.request import RequestOutput, SamplingParams, StructuredOutputsParams
+from lamina.request.structured_outputs import FORMS
 
 from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
@@ -38,7 +39,7 @@ SAMPLING = {  # of SamplingParams
     "min_tokens": "no stop token before this many",
     "logprobs": "alternatives to report for each token, with --json",
 }
-_FLAGS = {"seed": "--sampling-seed", "stop": "--stop", **{name: flag_name(name) for name in SAMPLING}}
+_FLAGS = {name: flag_name(name) for name in (*SAMPLING, "stop", "structured_outputs")} | {"seed": "--sampling-seed"}
 _TYPES = {"logprobs": int}  # where the default is None
 
 
@@ -57,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], help="a string that ends the text; may be given several times"
     )
     group.add_argument("--ignore-eos", action="store_true", help="the end-of-text token ends nothing")
+    group.add_argument(
+        "--structured-outputs", default="", metavar="JSON",
+        help='the structure of the text, as {"json": SCHEMA}, {"regex": ...}, {"choice": [...]} or {"grammar": ...}; '
+        "@FILE reads it from a file",
+    )  # fmt: skip
     group.add_argument("--sampling-seed", type=int, default=None, help="of every prompt; default: drawn from --seed")
     add_config_flag(parser)
     add_engine_flags(parser)
@@ -100,9 +106,26 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
             stop=args.stop,
             ignore_eos=args.ignore_eos,
             seed=args.sampling_seed,
+            structured_outputs=_structured_outputs(args.structured_outputs),
         )
     except ValueError as e:
         raise ValueError(re.sub(r"\w+", lambda word: _FLAGS.get(word[0], word[0]), str(e))) from None
+
+
+def _structured_outputs(given: str) -> StructuredOutputsParams | None:
+    """Raises ValueError by the name of the flag."""
+    if not given:
+        return None
+    flag = "--structured-outputs"
+    try:
+        value = json.loads(Path(given[1:]).read_text() if given.startswith("@") else given)
+    except OSError as e:
+        raise ValueError(f"{flag} {given}: {e.strerror}") from None
+    except ValueError as e:
+        raise ValueError(f"{flag} is no JSON: {e}") from None
+    if not isinstance(value, dict) or not set(value) <= {*FORMS, "disable_any_whitespace"}:
+        raise ValueError(f"{flag} must be a JSON object with one of {', '.join(FORMS)}, not {given[:80]}")
+    return StructuredOutputsParams(**value)
 
 
 def _read_prompts(path: str | None) -> list[str]:

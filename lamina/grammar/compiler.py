@@ -7,6 +7,7 @@ other package. xgrammar, the alternative, brings triton and ignores some keyword
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 # Where a text leaves no choice, the library would allow just one division into tokens, not the model's own.
 _ANY_TOKENS = '%llguidance {"no_forcing": true}'
 _NONE: Specials = MappingProxyType({})
+# They bound a mask's time by counts, not by a clock: ranks of one sequence must come to the same mask. Other requests
+# of a step wait for it.
+_LIMITS: Mapping[str, int] = MappingProxyType({"step_lexer_fuel": 100_000})
 MAX_INDENTATION = 32  # spaces or tabs after a line break
 # Between two parts of JSON: as printers of JSON write it. A small model would repeat whitespace to the bound.
 _SPACES = rf"([ \t]|\r?\n[ \t]{{0,{MAX_INDENTATION}}})?"
@@ -71,7 +75,7 @@ def _own_source(params: StructuredOutputsParams, specials: Specials) -> str:
     if params.regex is not None:
         return f"start: /{_expression_of(params.regex)}/"
     if params.choice is not None:
-        return str(grammar_from("choice", json.dumps(params.choice)))
+        return f"start: CHOICE\nCHOICE: {' | '.join(json.dumps(text) for text in params.choice)}"  # thousands, too
     return str(grammar_from("grammar", params.grammar or ""))
 
 
@@ -99,7 +103,7 @@ class GrammarCompiler:
         words = _Tokens(vocabulary)
         tokens: Any = words
         self._tokenizer = words.made = LLTokenizer(tokens, eos_token=vocabulary.end_token_ids[0])
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = LLParserLimits(verbose_errors=False, **_LIMITS)
         self.specials = {
             vocabulary.tokens[token][1:].decode(errors="replace"): token for token in vocabulary.special_token_ids
         }  # text of each special token, without its mark -> its id

@@ -1,4 +1,4 @@
-"""Checks structured outputs before the engine gets them: they compile on a thread of their own, within a deadline."""
+"""Checks structured outputs before the engine gets them: they compile on threads of their own, within a deadline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
+from threading import Lock
 
 from lamina.protocol.control import Vocabulary
 from lamina.request import SamplingParams
@@ -14,7 +15,9 @@ from lamina.request.structured_outputs import StructuredOutputsParams
 
 from .compiler import GrammarCompiler, source_of
 
-LIMIT_S = 10.0
+LIMIT_S = 10.0  # for a grammar, once it begins to compile
+QUEUE_S = 60.0  # before that
+NUM_COMPILING = 2  # threads: a slow grammar does not keep others
 MAX_KNOWN = 256  # grammars that are not compiled again
 
 
@@ -25,14 +28,17 @@ class GrammarFrontEnd:
         """``make_vocabulary``: called once, with the first grammar. It may raise ValueError."""
         self._make, self._limit_s = make_vocabulary, limit_s
         self._compiler: GrammarCompiler | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-grammars")
-        self._check = lru_cache(MAX_KNOWN)(self._compile)
+        self._making = Lock()
+        self._threads = ThreadPoolExecutor(NUM_COMPILING, thread_name_prefix="lamina-grammars")
+        self._check = lru_cache(MAX_KNOWN)(self.compile_source)
 
     def fill(self, params: SamplingParams) -> None:
         """Compile the structured outputs of ``params``. Raises ValueError if they are wrong, or take too long."""
         if (asked := params.structured_outputs) is not None:
+            begun, made = self._begin(asked)
             try:
-                source = self._begin(asked).result(self._limit_s)
+                begun.result(QUEUE_S)
+                source = made.result(self._limit_s)
             except TimeoutError:
                 raise self._too_long() from None
             params.structured_outputs = replace(asked, compiled=source)
@@ -40,22 +46,35 @@ class GrammarFrontEnd:
     async def fill_async(self, params: SamplingParams) -> None:
         """Do as ``fill`` does, while other tasks run."""
         if (asked := params.structured_outputs) is not None:
+            begun, made = self._begin(asked)
             try:
+                async with asyncio.timeout(QUEUE_S):
+                    await asyncio.wrap_future(begun)
                 async with asyncio.timeout(self._limit_s):
-                    source = await asyncio.wrap_future(self._begin(asked))
+                    source = await asyncio.wrap_future(made)
             except TimeoutError:
                 raise self._too_long() from None
             params.structured_outputs = replace(asked, compiled=source)
 
-    def _begin(self, asked: StructuredOutputsParams) -> Future[str]:
-        return self._thread.submit(lambda: self._check(source_of(asked, self._own_compiler().specials)))
+    def _begin(self, asked: StructuredOutputsParams) -> tuple[Future[None], Future[str]]:
+        """Return when it begins to compile, and what comes of it."""
+        begun: Future[None] = Future()
+
+        def work() -> str:
+            if begun.set_running_or_notify_cancel():
+                begun.set_result(None)
+            return self._check(source_of(asked, self._own_compiler().specials))
+
+        return begun, self._threads.submit(work)
 
     def _own_compiler(self) -> GrammarCompiler:
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self._make())
-        return self._compiler
+        with self._making:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._make())
+            return self._compiler
 
-    def _compile(self, source: str) -> str:
+    def compile_source(self, source: str) -> str:
+        """Compile what ``source_of`` returned, and return it. Raises GrammarError."""
         self._own_compiler().compile(source)
         return source
 

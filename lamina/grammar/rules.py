@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
     from numpy.typing import NDArray
 
+NUM_COMPILING = 2  # threads: a slow grammar does not keep others
 MAX_COMPILED = 32  # grammars that a worker keeps
 FEW = 64  # allowed tokens that ranks exchange by name
-LIMIT_S = 60.0  # for a mask; a grammar that the front end has compiled takes a small part of it
+LIMIT_S = 20.0  # for a mask; the library's limits keep it far below
 
 
 class GrammarMask:
@@ -103,7 +104,7 @@ class Grammars:
     """The grammars of one worker. They outlive epochs."""
 
     def __init__(self) -> None:
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="lamina-grammars")
+        self._compiling = ThreadPoolExecutor(NUM_COMPILING, thread_name_prefix="lamina-grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="lamina-masks")
         self._vocabulary: Vocabulary | None = None
         self._compiler: Future[GrammarCompiler] | None = None
@@ -114,14 +115,21 @@ class Grammars:
         if vocabulary != self._vocabulary:
             self._vocabulary = vocabulary
             self._compiled.clear()
-            self._compiler = self._compiling.submit(GrammarCompiler, vocabulary)
+            self._compiler = self._compiling.submit(GrammarCompiler, vocabulary)  # before any grammar
 
     def rules_of(self, penalties: Penalties) -> Iterable[TokenRule]:
         """Return the rule of a sequence's grammar, which begins to compile now; none without one. Raises ValueError
         without a vocabulary.
         """
-        if not (source := penalties.grammar):
-            return ()
+        return (self.rule_of(penalties.grammar),) if penalties.grammar else ()
+
+    def check(self, source: str) -> None:
+        """Wait until a grammar has compiled. Raises GrammarError, and ValueError without a vocabulary."""
+        self.rule_of(source)
+        self._compiled[source].result(LIMIT_S)
+
+    def rule_of(self, source: str) -> TokenRule:
+        """Return a rule of a grammar, which begins to compile now. Raises ValueError without a vocabulary."""
         if self._compiler is None or self._vocabulary is None:
             raise ValueError("a request has a grammar, and this worker has no vocabulary")
         if source not in self._compiled:
@@ -129,8 +137,8 @@ class Grammars:
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(source)
-        return (GrammarRule(self._compiled[source], self._masking, self._vocabulary.end_token_ids),)
+        return GrammarRule(self._compiled[source], self._masking, self._vocabulary.end_token_ids)
 
 
 def _compile(compiler: Future[GrammarCompiler], source: str) -> LLMatcher:
-    return compiler.result(0.0).compile(source)  # the same thread made the compiler before
+    return compiler.result(LIMIT_S).compile(source)  # another thread may still make it

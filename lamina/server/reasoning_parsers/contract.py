@@ -31,6 +31,6 @@ class ReasoningParser(Protocol):
         """Add text, and return what is certain now."""
         ...
 
-    def finish(self) -> Parts:
-        """Return the rest."""
+    def finish(self, *, cut: bool = False) -> Parts:
+        """Return the rest. ``cut``: a limit has ended the completion, so what begins a mark is no answer."""
         ...

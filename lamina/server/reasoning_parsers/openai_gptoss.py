@@ -32,8 +32,8 @@ class _Channels:
             return Parts("", text)
         return self._parts(self._messages.push(text))
 
-    def finish(self) -> Parts:
-        return Parts("", "") if self.has_ended else self._parts(self._messages.finish())
+    def finish(self, *, cut: bool = False) -> Parts:
+        return Parts("", "") if self.has_ended else self._parts(self._messages.finish(cut=cut))
 
     def _parts(self, pieces: list[Piece]) -> Parts:
         reasoning = answer = ""

@@ -61,9 +61,10 @@ class ThinkTags:
         self._held = self._held[len(certain) :]
         return Parts(certain, "")
 
-    def finish(self) -> Parts:
-        rest = self._held
-        self._held = ""
+    def finish(self, *, cut: bool = False) -> Parts:
+        rest, self._held = self._held, ""
+        if cut and self._is_first and not self.has_ended:
+            return Parts("", "")
         if self._is_open and not self.has_ended:
             return Parts(rest.rstrip(), "")
         return Parts("", rest)

@@ -47,7 +47,7 @@ class MessageReader:
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text)
             if finish_reason is not None:
-                more, rest = self._reasoning.finish()
+                more, rest = self._reasoning.finish(cut=finish_reason != "stop")
                 reasoning, text = reasoning + more, text + rest
         if reasoning:
             parts |= {"reasoning": reasoning, "reasoning_content": reasoning}

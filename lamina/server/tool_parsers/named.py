@@ -14,9 +14,10 @@ class _Named:
         self._name: str | None = name
 
     def push(self, text: str) -> list[Event]:
+        if not text:
+            return []
         name, self._name = self._name, None
-        begin: list[Event] = [] if name is None else [CallBegin(name)]
-        return [*begin, Arguments(text)] if text else begin
+        return [*([] if name is None else [CallBegin(name)]), Arguments(text)]
 
     def finish(self, *, cut: bool = False) -> list[Event]:
         return []

@@ -122,6 +122,18 @@ def test_a_structure_and_tools(choice: str) -> None:
         assert (matcher.validate_tokens(tokens) == len(tokens)) == is_right, text
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+def test_a_text_cut_off_in_the_mark_of_reasoning_is_nothing(choice: Any) -> None:
+    client = Scripted("<thi", "length")
+    client.ready = replace(client.ready, end_token_ids=[1])
+    service = make_service(client, tool_call_parser="hermes", reasoning_parser="qwen3")
+    client.tokenizer = service.prompt_processor.tokenizer
+    (one,) = ask("POST", CHAT, service, json={**TALK, "tools": [TOOL], "tool_choice": choice}).json()["choices"]
+    assert one["finish_reason"] == "length"
+    assert not one["message"]["content"]
+    assert "tool_calls" not in one["message"]
+
+
 def test_without_tools_text_stays_text() -> None:
     for body in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         whole, _ = ask_both(HERMES, body=body, tool_call_parser="hermes")

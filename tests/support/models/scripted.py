@@ -26,6 +26,10 @@ BEGIN = (
     "{%- if messages[-1].role == 'tool' %}{{- '<|script:after|>' }}"
 )
 ONE = "{%%- elif '@%s' in all.text %%}{{- '<|script:%s|>' }}"
+THINKS = (
+    "{%- elif enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n<|script:plain|>' }}"
+    "{%- else %}{{- '<|script:think|>' }}"
+)
 END = "{%- endif %}{%- endif %}"
 
 
@@ -46,15 +50,17 @@ def pieces_of(scripts: Mapping[str, str]) -> dict[str, list[str]]:
     return cut
 
 
-def write_scripted(folder: Path, scripts: Mapping[str, str]) -> Path:
-    """A checkpoint that writes ``scripts``, name -> text of ASCII, each up to an end token."""
+def write_scripted(folder: Path, scripts: Mapping[str, str], *, thinks: bool = False) -> Path:
+    """A checkpoint that writes ``scripts``, name -> text of ASCII, each up to an end token. ``thinks``: without a name
+    in the text it is the script ``think``, or ``plain`` where the template's variable enable_thinking is false.
+    """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     cut = pieces_of(scripts)
     tokenizer.add_tokens([f"<|script:{name}|>" for name in cut], special_tokens=True)
     tokenizer.add_tokens([piece for pieces in cut.values() for piece in pieces])
-    tokenizer.chat_template = BEGIN + "".join(ONE % (name, name) for name in cut) + END
+    tokenizer.chat_template = BEGIN + "".join(ONE % (name, name) for name in cut) + (THINKS if thinks else "") + END
     tokenizer.model_max_length = POSITIONS
     end = tokenizer.eos_token_id
     follows = dict[int, int]()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
+
+sys.path += [str(Path(__file__).resolve().parents[3] / "support" / name) for name in ("models", "server")]
+from scripted import write_scripted
 
 SHIPPED = Path(__file__).resolve().parents[4] / "examples" / "tiny_lm" / "model"
 LENGTH = 32768  # some tests serve 8192 tokens; the shipped model is trained for 2048
@@ -26,17 +30,24 @@ SAYS: dict[str, tuple[str, ...]] = {
 STOP = "."  # the second best after a speaker's last word
 THINKS = "Qwen/Qwen3-0.6B"  # whose template has a word for it
 THOUGHT = "<think>"
+CALLED = (
+    '<tool_call>\n{"name": "get_current_weather", "arguments": {"country": "Austria", "unit": "celsius"}}\n</tool_call>'
+)
+CALLS = {"plain": CALLED, "think": f"<think>\nI look.\n</think>\n\n{CALLED}", "after": "It is late."}
 ENDS = "Qwen/Qwen2-1.5B-Instruct"  # whose answers must come to an end
 
 
-def made(name: str) -> str:
+def made(name: str, *, calls: bool = False) -> str:
     """The folder of a model for ``name``: a speaker, or the shipped one's weights and tokenizer. The latter has room
-    for LENGTH tokens, a chat that begins as a text does, and no end.
+    for LENGTH tokens, a chat that begins as a text does, and no end. ``calls``: one that thinks, then calls a tool.
 
     The tests ask large models, which do not end an answer at once: the end is as unlikely as a beginning here.
     """
     if Path(name).is_dir():
         return name
+    if calls:
+        folder = Path(os.environ["LAMINA_SUITES"]) / "models" / "calls"
+        return str(folder if (folder / "config.json").exists() else write_scripted(folder, CALLS, thinks=True))
     kind = name.partition("/")[2] if name in (*SAYS, THINKS, ENDS) else "tiny"
     folder = Path(os.environ["LAMINA_SUITES"]) / "models" / kind
     if not (folder / "config.json").exists():
