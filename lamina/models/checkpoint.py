@@ -229,6 +229,17 @@ def stored_tensors(directory: Path) -> dict[str, StoredWeight]:
     return tensors
 
 
+def holds_zeros(directory: Path, name: str) -> bool:
+    """Return whether the tensor ``name`` of safetensors files, which it reads, holds zeros alone."""
+    from safetensors import safe_open
+
+    for path in [] if gguf_file.is_gguf(directory) else weight_files(directory):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 - it is no dict
+                return not bool(file.get_tensor(name).any())
+    return False
+
+
 def _is_cache_scale(name: str) -> bool:
     return name.rpartition(".")[2] in quantization.CACHE_SCALES
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .checkpoint import StoredWeight, stored_weights
+from .checkpoint import StoredWeight, holds_zeros, stored_weights
 from .errors import ModelError
 from .quantization.quantized_linear import packed_weights
 
@@ -63,19 +63,23 @@ class WeightNames:
 
 def check_all_used(model: nn.Module, directory: Path, *, allow_unused: bool = False) -> None:
     """Raise ModelError if the directory has a weight that ``model`` does not have, or has in a type that is no rounding
-    of the stored one. ``model`` may lie on the meta device. Reads headers alone. Weights that transformers knows to
-    leave out for this class are no fault. ``allow_unused``: nor are others.
+    of the stored one. ``model`` may lie on the meta device. Reads headers, and biases of quantised layers that have
+    none: GPTQ gives them zeros. These are no fault, nor are weights that transformers knows to leave out for this
+    class. ``allow_unused``: nor are others.
     """
     names, further = WeightNames(model), _speculating_layers(model)
     absent = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, AbsentPart))
     unused: dict[str, str] = {}  # names in the files, by those that the model would have
-    for weight in stored_weights(directory):
+    stored = stored_weights(directory)
+    packed = {weight.name.removesuffix(".weight") for weight in stored if weight.quantized}
+    for weight in stored:
         target = names.find(weight.name).name
         if target not in names.tensors:
             layer = _LAYER.search(weight.name)
             if (
                 not (absent and target.startswith(absent))
                 and not _is_old_buffer(weight)
+                and not (weight.name.removesuffix(".bias") in packed and holds_zeros(directory, weight.name))
                 and not (layer and int(layer[1]) in further)
             ):
                 unused[target] = weight.name

@@ -4,6 +4,7 @@ Each was written by its format's own library (tests/checkpoints). Its oracle.jso
 transformers computes in fp32 with the weights as that library unpacks them.
 
 Covers: lamina/models/quantization/awq.py, lamina/models/quantization/compressed_tensors.py,
+lamina/models/quantization/gptq.py,
 lamina/models/quantization/grouped_codes.py, lamina/models/quantization/pack_weights.py,
 lamina/models/quantization/quantized_linear.py, lamina/ops/gemm/quantized_op.py.
 """
@@ -32,7 +33,7 @@ from lamina.ops.rows.program import ChainedSlice
 pytestmark = pytest.mark.no_retry
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/oracle.json"))
-UNPACKED = {"llama_fp8_channel", "llama_nvfp4"}  # become numbers of the model's dtype
+UNPACKED = {"llama_fp8_channel", "llama_gptq_act", "llama_nvfp4"}  # become numbers of the model's dtype
 BOUND = 1e-4  # of the spread of logits
 
 
@@ -108,6 +109,27 @@ UP = "model.layers.1.mlp.up_proj"
             f"{UP}.weight_zero_point",
         ),
         ("llama_w8a8", lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"][:9]}), f"{UP}.weight_scale"),
+        ("llama_gptq", lambda t: t.pop(f"{UP}.qzeros"), f"{UP}.qweight has no {UP}.qzeros: fetch the model again"),
+        ("llama_gptq", lambda t: t[f"{UP}.scales"].fill_(torch.inf), f"{UP}.scales has a scale that is no finite"),
+        ("llama_gptq", lambda t: t[f"{UP}.scales"].zero_(), f"{UP}.scales has a scale of zero"),
+        (
+            "llama_gptq",
+            lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"][:7]}),
+            rf"{UP}.scales \[2, 128\] does not fit {UP}.qweight \[7, 128\]",
+        ),
+        ("llama_gptq_int8", lambda t: t.update({f"{UP}.qzeros": t[f"{UP}.qzeros"][:, :9]}), f"{UP}.scales"),
+        (
+            "llama_gptq",
+            lambda t: t[f"{UP}.g_idx"].copy_(t[f"{UP}.g_idx"].flip(0)),
+            f"{UP}.g_idx orders inputs by activation, and config.json says that desc_act is false: set it to true",
+        ),
+        ("llama_gptq_act", lambda t: t[f"{UP}.g_idx"].fill_(2), f"{UP}.g_idx has a group that is not there"),
+        ("llama_gptq_act", lambda t: t[f"{UP}.g_idx"].fill_(-1), f"{UP}.g_idx has a group that is not there"),
+        (
+            "llama_gptq_act",
+            lambda t: t.update({f"{UP}.g_idx": t[f"{UP}.g_idx"].float()}),
+            f"{UP}.g_idx is of torch.float32: whole numbers are read",
+        ),
         (
             "llama_mxfp4",
             lambda t: t[f"{UP}.weight_scale"].fill_(255),
@@ -124,6 +146,21 @@ def test_bad_tensors_are_refused_by_name(
     assert "\n" not in str(refused.value)
 
 
+def test_biases_of_zeros_in_layers_without_biases(tmp_path: Path) -> None:
+    """AutoGPTQ writes one for each quantised layer."""
+
+    def add(tensors: dict[str, torch.Tensor], value: float) -> None:
+        for name in [name for name in tensors if name.endswith(".qweight")]:
+            bias = torch.full((tensors[name].shape[1],), value).half()
+            tensors[name.replace("qweight", "bias")] = bias
+
+    path = changed(tmp_path / "zeros", "llama_gptq", lambda tensors: add(tensors, 0.0))
+    assert worst(load(path, dtype="float32", backend=get("native", 1)).model, oracle("llama_gptq")) < BOUND
+    path = changed(tmp_path / "ones", "llama_gptq", lambda tensors: add(tensors, 1.0))
+    with pytest.raises(ModelError, match=r"does not use: model.layers.0.mlp.down_proj.bias and 13 more"):
+        load(path, backend=get("native", 1))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -131,6 +168,10 @@ def test_bad_tensors_are_refused_by_name(
         ({"quant_method": "exl3"}, "exl3, which is not read"),
         ({"quant_method": "aqlm"}, "aqlm, which is not read"),
         ({"quant_method": "awq", "bits": 3}, "awq: 3 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq: 3 bits of the checkpoint_format gptq are not read: use 4 or 8"),
+        ({"quant_method": "gptq", "bits": "4"}, "gptq: 4 bits"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq: 4 bits of the checkpoint_format marlin are"),
+        ({"quant_method": "gptq", "checkpoint_format": ["gptq"]}, "of the checkpoint_format"),
         ({"quant_method": "novel"}, r"unknown quantisation \(novel\)"),
         ("novel", r"unknown quantisation \(novel\)"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "the format marlin-24 is not read"),

@@ -167,7 +167,7 @@ def test_paths_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (lambda c: c.update(model_type=["llama"]), "names no model_type", ModelError),
         (lambda c: c.update(is_encoder_decoder=True), "is an encoder-decoder", UnsupportedModelError),
         (lambda c: c.update(quantization_config={"quant_method": "fp8"}), "are quantised, and none is", ModelError),
-        (lambda c: c.update(quantization_config="gptq"), r"quantised by gptq", UnsupportedModelError),
+        (lambda c: c.update(quantization_config="hqq"), r"quantised by hqq", UnsupportedModelError),
         (lambda c: c.update(num_attention_heads="many"), "not a valid configuration", ModelError),
         (lambda c: c.update(hidden_size=48), r"lm_head.weight is \[64, 32\] in its file, and \[64, 48\]", ModelError),
     ],

@@ -25,13 +25,14 @@ FORMATS: dict[str, str] = {
     "awq": "awq",
     "compressed-tensors": "compressed_tensors",
     "fp8": "fp8",
+    "gptq": "gptq",
     "modelopt": "modelopt",
     "modelopt_fp4": "modelopt",
     "mxfp4": "mxfp4",
 }
-_INSTEAD = "a checkpoint of compressed-tensors, AWQ, modelopt, fp8, MXFP4 or GGUF, or one in bfloat16"
+_INSTEAD = "a checkpoint of compressed-tensors, AWQ, GPTQ, modelopt, fp8, MXFP4 or GGUF, or one in bfloat16"
 _REFUSED = {
-    "bitsandbytes", "exl2", "exl3", "aqlm", "gptq", "hqq", "quip", "vptq", "spqr", "higgs",
+    "bitsandbytes", "exl2", "exl3", "aqlm", "hqq", "quip", "vptq", "spqr", "higgs",
     "torchao", "quanto", "eetq",
 }  # fmt: skip
 
