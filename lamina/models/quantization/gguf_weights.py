@@ -28,6 +28,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MOST_ITEMS = 10_000  # of an array that has a value for each layer; larger ones are vocabularies
 _TOKENS = "tokenizer.ggml.tokens"
 _LOCK = threading.Lock()
+_CHECKED = 1 << 20  # numbers at once
 _BLOCKS = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"}
 
 
@@ -246,7 +247,8 @@ def _weight(
 
 
 def _finite(parts: tuple[str, ...], values: Tensor) -> Tensor:
-    if not bool(values.isfinite().all()):
+    pieces = torch.split(values.reshape(-1), _CHECKED)  # the check takes as much memory again
+    if not all(bool(piece.isfinite().all()) for piece in pieces):
         raise ModelError(f"{parts[0]} has a value that is no finite number: fetch the model again")
     return values
 
