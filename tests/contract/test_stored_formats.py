@@ -33,7 +33,8 @@ from lamina.ops.rows.program import ChainedSlice
 pytestmark = pytest.mark.no_retry
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/oracle.json"))
-UNPACKED = {"llama_fp8_channel", "llama_gptq_act", "llama_nvfp4"}  # become numbers of the model's dtype
+UNPACKED = {"llama_fp8_channel", "llama_nvfp4"}  # become numbers of the model's dtype
+REORDERED = "llama_gptq_act"  # picks numbers of rows, which torch does
 BOUND = 1e-4  # of the spread of logits
 
 
@@ -66,7 +67,7 @@ def test_logits_are_those_of_the_formats_own_library(name: str, entry: str) -> N
     assert worst(model, oracle(name)) > BOUND, "another weight would not be seen"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNPACKED])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNPACKED | {REORDERED}])
 def test_slices_of_packed_layers_are_native_programs(name: str) -> None:
     backend = get("native", 1)
     program = bind_rows(convert_model(load(CHECKPOINTS / name, backend=backend).model, max_model_len=64), backend)
@@ -123,8 +124,8 @@ UP = "model.layers.1.mlp.up_proj"
             lambda t: t[f"{UP}.g_idx"].copy_(t[f"{UP}.g_idx"].flip(0)),
             f"{UP}.g_idx orders inputs by activation, and config.json says that desc_act is false: set it to true",
         ),
-        ("llama_gptq_act", lambda t: t[f"{UP}.g_idx"].fill_(2), f"{UP}.g_idx has a group that is not there"),
-        ("llama_gptq_act", lambda t: t[f"{UP}.g_idx"].fill_(-1), f"{UP}.g_idx has a group that is not there"),
+        ("llama_gptq_act", lambda t: t[f"{UP}.g_idx"].fill_(2), f"{UP}.g_idx has no groups of one size"),
+        ("llama_gptq_act", lambda t: t[f"{UP}.g_idx"].fill_(-1), f"{UP}.g_idx has no groups of one size"),
         (
             "llama_gptq_act",
             lambda t: t.update({f"{UP}.g_idx": t[f"{UP}.g_idx"].float()}),
@@ -144,6 +145,12 @@ def test_bad_tensors_are_refused_by_name(
     with pytest.raises(ModelError, match=words) as refused:
         load(path, backend=get(entry, 1) if entry else None)
     assert "\n" not in str(refused.value)
+
+
+def test_ranks_do_not_share_groups_of_any_inputs() -> None:
+    words = r"--tensor-parallel-size 2 cuts .*, whose groups have inputs of all ranks \(desc_act\): use one rank"
+    with pytest.raises(ModelError, match=words):
+        load(CHECKPOINTS / REORDERED, backend=get("native", 1), rank=0, size=2)
 
 
 def test_biases_of_zeros_in_layers_without_biases(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_experts(checkpoint: tuple[str, Path, Any]) -> None:
     name, path, right = checkpoint
     model = load(path, dtype="float32", backend=get("native", 1)).model
     packed = sum(isinstance(module, QuantizedLinear) for module in model.modules())
-    assert packed == (0 if name == "gptq_act" else 8)  # the projections of attention
+    assert packed == 8  # the projections of attention
     assert error(model, right) < 1e-4
     tensors = load_file(path / "model.safetensors")
     kind = "weight_packed" if name == "int4" else "qweight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class PostTraining:
         groups = scales.shape[0] if scales.shape else 0
         fits = (
             bits in _BITS
+            and (order is None or order.shape == (size,))
             and groups
             and columns
             and size % groups == 0
@@ -67,13 +69,13 @@ class PostTraining:
         if not fits or {weight.dtype, zeros.dtype} != {"I32"}:
             raise ModelError(f"{scales.name} {list(scales.shape)} does not fit {weight.name} {list(weight.shape)}")
         layout = _Layout(base, bits, self._added, size, groups)
-        mixed = order is not None and groups > 1 and self._by_activation
+        codes = _mixed if order is not None and groups > 1 and self._by_activation else _codes
         return QuantizedTensor(
             f"{base}.weight",
             (columns, size),
             parts,
-            (lambda read: _mixed(layout, read)) if mixed else lambda read: _codes(layout, parts, read).dequantized(),
-            None if mixed else lambda read: _codes(layout, parts, read),
+            lambda read: codes(layout, parts, read).dequantized(),
+            lambda read: codes(layout, parts, read),
         )
 
 
@@ -101,30 +103,30 @@ def _codes(layout: _Layout, parts: tuple[str, ...], read: Read) -> GroupedCodes:
             raise ModelError(
                 f"{order} orders inputs by activation, and config.json says that desc_act is false: set it to true"
             )
-    q, scales, zero = _numbers(layout, read)
+    return _numbers(layout, read)
+
+
+def _mixed(layout: _Layout, _: tuple[str, ...], read: Read) -> GroupedCodes:
+    """Return the weight with its inputs in the order of their groups, which must be of one size."""
+    given, plain = _order(layout, read), _numbers(layout, read)
+    if given.is_meta:
+        return replace(plain, order=torch.empty(layout.size, dtype=torch.int64, device="meta"))
+    counts = torch.bincount(given.clamp(0, layout.groups), minlength=layout.groups)
+    if bool((given < 0).any()) or counts.tolist() != [layout.size // layout.groups] * layout.groups:
+        raise ModelError(f"{layout.base}.g_idx has no groups of one size: fetch the model again")
+    order = given.argsort(stable=True)
+    return replace(plain, codes=plain.codes[:, order].contiguous(), order=order)
+
+
+def _numbers(layout: _Layout, read: Read) -> GroupedCodes:
+    """Return the codes in the order of inputs."""
+    name = f"{layout.base}.scales"
+    q = unpack_int32(read(f"{layout.base}.qweight").T.contiguous(), layout.bits)
+    scales = check_scales(name, read(name)).float().T.contiguous()
+    zero = (unpack_int32(read(f"{layout.base}.qzeros"), layout.bits).T.float() + layout.added).contiguous()
     if layout.bits == 8:  # kernels have signed ones
         return GroupedCodes((q.short() - 128).to(torch.int8), scales, -scales * (zero - 128))
     return GroupedCodes(q, scales, -scales * zero, UINT4)
-
-
-def _mixed(layout: _Layout, read: Read) -> Tensor:
-    """Return the weight in fp32, whose groups have any inputs."""
-    q, scales, zero = _numbers(layout, read)
-    if q.is_meta:
-        return q.float()
-    of = _order(layout, read)
-    if not bool(((of >= 0) & (of < layout.groups)).all()):
-        raise ModelError(f"{layout.base}.g_idx has a group that is not there: fetch the model again")
-    return scales[:, of] * (q.float() - zero[:, of])
-
-
-def _numbers(layout: _Layout, read: Read) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q uint8 [N, K], scales and zero points in fp32 [N, G]."""
-    name = f"{layout.base}.scales"
-    words = read(f"{layout.base}.qweight").T.contiguous()
-    scales = check_scales(name, read(name)).float().T.contiguous()
-    zero = unpack_int32(read(f"{layout.base}.qzeros"), layout.bits).T.float() + layout.added
-    return unpack_int32(words, layout.bits), scales, zero.contiguous()
 
 
 def _order(layout: _Layout, read: Read) -> Tensor:

@@ -21,13 +21,15 @@ _FLOATS = torch.float32, torch.bfloat16, torch.float16  # of scales
 @dataclass(frozen=True)
 class GroupedCodes:
     """A weight [N, K] = scale * q + offset. ``codes``: int8 q, or uint8 below 16 that stands for ``values[code]``.
-    ``scales``, ``offsets``: [N, G], of one dtype; each is for K / G numbers of k.
+    ``scales``, ``offsets``: [N, G], of one dtype; each is for K / G numbers of k. ``order`` [K], int64: which input of
+    the weight each k is, where groups have no consecutive ones.
     """
 
     codes: Tensor
     scales: Tensor
     offsets: Tensor | None = None
     values: tuple[float, ...] = INT4
+    order: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -40,7 +42,8 @@ class GroupedCodes:
         w: Tensor = q.view(*self.scales.shape, -1) * self.scales.float()[..., None]
         if self.offsets is not None:
             w += self.offsets.float()[..., None]
-        return w.view(q.shape)
+        w = w.view(q.shape)
+        return w if self.order is None else w[:, self.order.argsort()]
 
     def columns(self, spans: Sequence[slice]) -> GroupedCodes:
         """Return the rows of the weight in ``spans``, which are columns of a product."""
@@ -53,8 +56,10 @@ class GroupedCodes:
 
     def inputs(self, spans: Sequence[slice]) -> GroupedCodes | None:
         """Return the numbers of k in ``spans``, in smaller groups if an end lies in a group. None if that is impossible
-        with groups that kernels know.
+        with groups that kernels know, or if groups have any inputs.
         """
+        if self.order is not None:
+            return None
         size = gcd(self.group, *(end for span in spans for end in (span.start, span.stop)))
         split = self if self.scales.shape[1] == 1 else self._by(size)
         if split is None:

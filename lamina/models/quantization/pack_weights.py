@@ -13,10 +13,10 @@ from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.models.tensor_parallel_shard import ShardedDim, ShardPlan
 from lamina.models.weight_names import WeightNames
 from lamina.ops.gemm import LinearBackend
-from lamina.ops.gemm.quantized import QuantizedWeight
 
 from . import QuantizedTensor, Read, gguf_weights
 from .gguf_file import is_gguf
+from .grouped_codes import GroupedCodes
 from .quantized_linear import QuantizedLinear
 
 _DTYPES = {
@@ -54,11 +54,12 @@ def replace_layers(model: nn.Module, directory: Path, shard: ShardPlan, backend:
         if converter is not None or kind != "weight" or type(linear) is not nn.Linear or target in shared:
             continue
         cut = shard.sharded_dims.get(target)
-        packed = _part(weight.quantized, cut, shard, read)
+        codes = _part(weight.quantized, cut, shard, read)
+        packed = codes.for_kernels()
         if packed is None:
             continue
         data, form = backend.pack_quantized(packed)
-        layer = QuantizedLinear(data, form, linear.bias)
+        layer = QuantizedLinear(data, form, linear.bias, codes.order)
         parent, _, key = owner.rpartition(".")
         setattr(model.get_submodule(parent), key, layer)
         replaced.append(PackedLayer(layer, weight.quantized, cut))
@@ -68,25 +69,32 @@ def replace_layers(model: nn.Module, directory: Path, shard: ShardPlan, backend:
 def fill(layers: list[PackedLayer], shard: ShardPlan, read: Read, backend: LinearBackend) -> None:
     """Give each layer its packed weight, one after the other. Raises ModelError."""
     for layer, weight, cut in layers:
-        packed = _part(weight, cut, shard, read)
+        codes = _part(weight, cut, shard, read)
+        packed = codes.for_kernels()
         assert packed is not None  # as on the meta device
         layer.data, layer.form = backend.pack_quantized(packed)
+        layer.order = codes.order
 
 
-def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, read: Read) -> QuantizedWeight | None:
+def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, read: Read) -> GroupedCodes:
     assert weight.packed is not None
     codes, part = weight.packed(read), shard.weight_shard
     if cut is not None:
         spans = cut.spans(part, codes.codes.shape[cut.dim])
         group = codes.group
         own = codes.inputs(spans) if cut.dim == -1 else codes.columns(spans)
+        if own is None and codes.order is not None:
+            raise UnsupportedModelError(
+                f"--tensor-parallel-size {part.size} cuts {weight.name}, whose groups have inputs of all ranks "
+                f"(desc_act): use one rank, or a checkpoint without desc_act"
+            )
         if own is None:
             raise UnsupportedModelError(
                 f"--tensor-parallel-size {part.size} cuts {weight.name} inside of its groups of {group} inputs: use "
                 f"fewer ranks"
             )
         codes = own
-    return codes.for_kernels()
+    return codes
 
 
 def _on_meta(directory: Path) -> Read:

@@ -13,24 +13,30 @@ class QuantizedLinear(nn.Module):
     """A torch.nn.Linear whose weight is packed. ``data`` [1, bytes] and ``form`` are as a backend has packed them."""
 
     data: Tensor
+    order: Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(self, data: Tensor, form: str, bias: nn.Parameter | None) -> None:
+    def __init__(self, data: Tensor, form: str, bias: nn.Parameter | None, order: Tensor | None = None) -> None:
+        """``order`` [in_features]: which of x's numbers each input of the packed weight is; None for the same."""
         super().__init__()
         known = PackedForm.decode(form)
         self.in_features, self.out_features, self.form = known.k_size, known.cols, form
         self.register_buffer("data", data, persistent=False)
+        self.register_buffer("order", order, persistent=False)
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in_features] times the weight plus the bias: [..., out_features]."""
-        y: Tensor = QUANTIZED_LINEAR_OP(x, self.data, self.bias, self.form)
+        y: Tensor = QUANTIZED_LINEAR_OP(self._ordered(x), self.data, self.bias, self.form)
         return y
 
     def product(self, x: Tensor) -> Tensor:
         """Return x times the weight, without the bias."""
-        y: Tensor = QUANTIZED_LINEAR_OP(x, self.data, None, self.form)
+        y: Tensor = QUANTIZED_LINEAR_OP(self._ordered(x), self.data, None, self.form)
         return y
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x if self.order is None else x.index_select(-1, self.order)
 
 
 def packed_weights(model: nn.Module) -> dict[str, Tensor]:
