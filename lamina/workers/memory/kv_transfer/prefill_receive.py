@@ -130,7 +130,7 @@ class PrefillReceiver:
             if isinstance(op, PrefillGrant) and self._is_new(op):
                 self._last_steps[op.worker] = op.step
                 writes, group = KvWrites(self._store, row_layouts(self._store, [op.rows])), self._group(op.worker)
-                each = [Transfer(op.step, self._parts(op, writes, worker)) for worker in group]
+                each = [Transfer(op.step, self._parts(op, writes, worker), on_end=_check_end) for worker in group]
                 self._open[op.worker].append(_OpenGrant(op, each))
                 for worker, transfer in zip(group, each, strict=True):
                     self._links[worker].expect(transfer)
@@ -181,6 +181,12 @@ class PrefillReceiver:
             op = grants.popleft().op
             self._store.committed.commit([op.rows])
             last.send_part(op.step, 0, NOTHING, self._staging)
+
+
+def _check_end(transfer: Transfer) -> None:
+    """Raise ProtocolError for a grant that its prefill worker refuses: no one else computes its K and V."""
+    if transfer.error is not None:
+        raise ProtocolError(f"what was granted is refused: {transfer.error}")
 
 
 class _OpenGrant(NamedTuple):

@@ -163,6 +163,7 @@ LAYER_BYTES = 9 * 4 * 32 * 4  # K and V of 9 tokens in the first layer
         ((MessageType.PART, 1, 0), LAYER_BYTES, f"part 1 of transfer 0 with {LAYER_BYTES} bytes, not part 0"),
         ((MessageType.PART, 0, 0), 8, f"part 0 of transfer 0 with 8 bytes, not part 0 of {LAYER_BYTES}"),
         ((MessageType.REQUEST, 0, 0), LAYER_BYTES, "part 0 of transfer 0 is a message of type 2"),
+        ((MessageType.REFUSED, 0, 0), 8, "what was granted is refused: "),
     ],
     ids=str,
 )
