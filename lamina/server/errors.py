@@ -63,7 +63,7 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
     if error.retry_after_s:
         headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+        headers.setdefault("WWW-Authenticate", "Bearer")
     return _ErrorResponse(error, headers)
 
 

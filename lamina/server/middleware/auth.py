@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 
@@ -13,6 +14,11 @@ OPERATOR = frozenset({"/scale", "/drain", "/cordon"})  # they accept the operato
 METRICS = "/metrics"  # of all tenants: where there is an operator's key, it needs that one
 PUBLIC_PATHS = OPERATOR | {"/health", "/ping"}
 PAGE = "/"  # the same for all: it asks its user for the key, and sends that with its requests
+
+# Pages that a browser opens: it asks its user, who gives a key as the password. No other route takes a key in that
+# form, as a browser sends it by itself, also for pages of other sites.
+PAGES = frozenset({"/docs", "/openapi.json"})
+ASK = {"WWW-Authenticate": 'Basic realm="Lamina: an API key as the password", charset="UTF-8"'}
 
 
 class Auth:
@@ -31,6 +37,8 @@ class Auth:
             await self._app(scope, receive, send)
             return
         given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        is_page = scope["path"] in PAGES and scope["method"] in ("GET", "HEAD")
+        given = _bearer_of(given) if is_page else given
         key_id = _match(given, self._digests) if self._digests else b""
         error = None
         if scope["path"] in (*OPERATOR, METRICS) and self._operator is not None:
@@ -38,10 +46,22 @@ class Auth:
         elif key_id is None and scope["path"] not in (*PUBLIC_PATHS, PAGE):
             error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         if error is not None:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, ASK if is_page else None)(scope, receive, send)
             return
         scope.setdefault("state", {})["key_id"] = key_id or b""
         await self._app(scope, receive, send)
+
+
+def _bearer_of(given: bytes) -> bytes:
+    """Return an Authorization header of a browser, whose password is a key, as one with that key; others as given."""
+    scheme, _, value = given.partition(b" ")
+    if scheme.lower() != b"basic":
+        return given
+    try:
+        pair = base64.b64decode(value, validate=True)
+    except ValueError:
+        return b""
+    return b"Bearer " + pair.partition(b":")[2]
 
 
 def _match(given: bytes, digests: list[bytes]) -> bytes | None:

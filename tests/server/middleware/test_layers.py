@@ -8,6 +8,7 @@ lamina/server/optional_routes.py.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextvars
 import itertools
 import json
@@ -72,6 +73,37 @@ def test_every_route_but_health_needs_a_key() -> None:
     assert [ask("GET", path, service).status_code for path in ("/", "/health", "/ping")] == [200] * 3
     for key in ("one", "two"):
         assert ask("GET", "/v1/models", service, headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+def basic(user: str, password: str) -> dict[str, str]:
+    return {"authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+
+
+def test_a_browser_opens_the_documentation_with_a_key_as_its_password() -> None:
+    service = make_service(api_key="one,a:b")
+    for path in ("/docs", "/openapi.json"):
+        closed = ask("GET", path, service)
+        assert closed.status_code == 401
+        assert closed.headers["www-authenticate"].startswith("Basic realm=")
+        for key in ("one", "a:b"):
+            assert ask("GET", path, service, headers=basic("any", key)).status_code == 200
+            assert ask("GET", path, service, headers={"authorization": f"Bearer {key}"}).status_code == 200
+        for wrong in (
+            basic("one", ""),
+            basic("any", "two"),
+            {"authorization": "Basic one"},
+            {"authorization": "Basic"},
+        ):
+            assert ask("GET", path, service, headers=wrong).status_code == 401
+
+
+def test_no_other_route_takes_a_key_that_a_browser_sends_by_itself() -> None:
+    service = make_service(api_key="one")
+    for route in routes(make_app(service)):
+        if route.path not in ("/", "/health", "/ping", "/docs", "/openapi.json"):
+            for method in route.methods or ():
+                answer = ask(method, route.path, service, headers=basic("any", "one"))
+                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), route.path
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
