@@ -38,7 +38,12 @@ test-slow: $(READY)
 
 # What nobody waits for; see CONTRIBUTING.md. All of it is run, also where an early part has failed.
 weekly: $(READY)
-	$(MAKE) --keep-going test-slow test-clients test-vm-all mutants mutation properties ranges
+	$(MAKE) --keep-going test-attack test-slow test-clients test-vm-all mutants mutation properties ranges
+
+# Attacks on a real server on loopback, with a limit of memory: about 6 minutes. ATTACKS: some of them.
+.PHONY: test-attack
+test-attack: $(READY)
+	$(BIN)/python tests/attack $(ATTACKS)
 
 # The verbs transport over Soft-RoCE in a QEMU guest; skipped, by name, where something is missing.
 test-vm: $(READY)

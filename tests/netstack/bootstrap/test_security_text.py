@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from wiring import ROOT
@@ -14,6 +15,31 @@ def test_every_named_test_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", TEXT))
     assert len(named) >= 6
     assert not {name for name in named if f"def {name}(" not in tests}
+
+
+def marks_of(name: str) -> set[str]:
+    """The marks of a test, or of its file."""
+    marks = set[str]()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        if f"def {name}(" in text:
+            tree = ast.parse(text)
+            ours = [f for f in tree.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) and f.name == name]
+            file = [
+                a.value for a in tree.body if isinstance(a, ast.Assign) and ast.unparse(a.targets[0]) == "pytestmark"
+            ]
+            for node in [decorator for f in ours for decorator in f.decorator_list] + file:
+                marks |= set(re.findall(r"pytest\.mark\.(\w+)", ast.unparse(node)))
+    return marks
+
+
+def test_every_named_test_runs_where_ci_runs_or_its_claim_says_that_it_is_unverified() -> None:
+    """CI runs all tests but these marks'. Claims of RDMA are proven in a guest, and say what a card has not shown."""
+    for claim in re.split(r"\n(?=- |\n)", TEXT):
+        for name in re.findall(r"`(test_\w+)`", claim):
+            marks = marks_of(name)
+            assert not marks & {"xfail", "skip", "slow", "gpu"}, name
+            assert not marks & {"rdma", "vm"} or "unverified on a card" in claim, name
 
 
 def test_every_named_file_exists() -> None:
