@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from target import serving
 from verdict import Verdict, first_failure
+
+from lamina.utils.proc import descendants_of
 
 NOBODY = 65534
 INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")  # that all users may run
@@ -30,22 +34,15 @@ tried("reads the memory", lambda: open(f"/proc/{pid}/mem", "rb"))
 tried("lists the files", lambda: os.listdir(f"/proc/{pid}/fd"))
 tried("ends it", lambda: os.kill(pid, 0))
 tried("reads a key file", lambda: open(shared).read())
-for line in open("/proc/net/unix").read().splitlines()[1:]:
-    name = line.split()[7:8]
-    if name and name[0].startswith("@") and "lamina" in name[0]:
-        def talk(name=name[0]):
-            with socket.socket(socket.AF_UNIX) as sock:
-                sock.settimeout(3)
-                sock.connect("\\0" + name[1:])
-                sock.sendall(b"x" * 64)
-                if sock.recv(1):
-                    raise SystemExit
-        try:
-            talk()
-        except SystemExit:
-            done.append("is answered at " + name[0])
-        except OSError:
-            pass
+def talk(name):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(2)
+        sock.connect("\\0" + name[1:])
+        sock.sendall(b"x" * 64)
+        if not sock.recv(1):
+            raise OSError("it was closed")
+for name in sys.argv[4:]:
+    tried("is answered at " + name, lambda: talk(name))
 print(json.dumps(done))
 """
 
@@ -55,6 +52,11 @@ def attack(folder: Path, *, opened: bool = False) -> Verdict:
     if os.getuid() != 0:
         return Verdict(None, "needs root, to become another user")
     python = next((path for path in INTERPRETERS if os.access(path, os.X_OK)), os.path.realpath(sys.executable))
+    with tempfile.TemporaryDirectory(prefix="lamina-attack-") as place:  # all folders above it are open
+        return _attack(Path(place), python, opened=opened)
+
+
+def _attack(folder: Path, python: str, *, opened: bool) -> Verdict:
     folder.chmod(0o755)
     key = folder / "key"
     key.write_text("k" * 64)
@@ -62,7 +64,8 @@ def attack(folder: Path, *, opened: bool = False) -> Verdict:
     with serving(folder, f"--journal={folder / 'journal'}") as target:
         if opened:
             (folder / "journal").chmod(0o755)
-        words = [python, "-I", "-c", TRY, str(target.pid), str(folder / "journal"), str(key)]
+        names = _abstract_sockets(target.pid or 0)
+        words = [python, "-I", "-c", TRY, str(target.pid), str(folder / "journal"), str(key), *names]
         try:
             found = subprocess.run(
                 words,
@@ -81,4 +84,15 @@ def attack(folder: Path, *, opened: bool = False) -> Verdict:
             return Verdict(None, f"another user's Python failed: {found.stderr.strip()[-80:]}")
         done = json.loads(found.stdout)
         checks = {f"another user {done[:1]}": not done, "others are served": target.serves()}
-    return first_failure(checks, "another user reached no file, memory, process or socket")
+    return first_failure(checks, f"another user reached no file, memory or process, and none of {len(names)} sockets")
+
+
+def _abstract_sockets(pid: int) -> list[str]:
+    """The names, with @, of the abstract sockets of a process and of all that it has started."""
+    inodes = set[str]()
+    for each in (pid, *descendants_of(pid)):
+        for file in Path(f"/proc/{each}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sorted({row[7] for row in rows if len(row) > 7 and row[7].startswith("@") and row[6] in inodes})
