@@ -36,6 +36,7 @@ from lamina.grammar.vocabulary import vocabulary_of  # noqa: E402
 
 MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
 BATCH, MAX_TOKENS, PROMPT = 200, 60, "import json\n"
+FORMATS = jsonschema.FormatChecker()
 SHOWN = 5  # wrong ones that are printed
 
 
@@ -91,7 +92,7 @@ class Oracles:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             collect()
-        check = jsonschema.Draft202012Validator(schema)  # it knows no prefixItems
+        check = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)  # it knows no prefixItems
         return [ordered(value, schema, schema) for value in made if check.is_valid(value)]
 
 
@@ -109,14 +110,16 @@ def written(value: Any) -> str:
 
 
 def without_bounds(schema: Any) -> Any:
-    """Returns a schema without what xgrammar takes in one spelling only: fractions with bounds, of six digits; among
-    values that are listed, objects, and texts with escapes.
+    """Returns a schema without what xgrammar takes in one spelling only: fractions and texts with bounds, and listed
+    values that are objects or have escapes.
     """
     if isinstance(schema, list):
         return [without_bounds(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    left_out = ["minimum", "maximum"] if schema.get("type") == "number" else []
+    bounds = {"number": ["minimum", "maximum"], "string": ["minLength", "maxLength"]}
+    kind = schema.get("type")
+    left_out = [*bounds.get(kind, ())] if isinstance(kind, str) else []
     listed = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
     if any(isinstance(one, dict) or (isinstance(one, str) and "\\" in dumped(one)) for one in listed):
         left_out += ["enum", "const"]

@@ -47,7 +47,7 @@ from typing import Literal
 import litellm
 from pydantic import BaseModel, Field
 plain, scripted = ({"api_base": url, "api_key": "none"} for url in sys.argv[1:])
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     city: Literal["Paris", "Oslo"]
     days: int = Field(ge=0, le=9)
 def ask(name): return dict(messages=[{"role": "user", "content": f"@{name} the weather?"}], max_tokens=400)
@@ -78,7 +78,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 plain, scripted = (ChatOpenAI(model="tiny", base_url=url, api_key="none", max_tokens=400, max_retries=0)
                    for url in sys.argv[1:])
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     '''The weather.'''
     city: Literal["Paris", "Oslo"]
     days: int = Field(ge=0, le=9)
@@ -119,7 +119,7 @@ def model(url, **more):
     return OpenAILike(model="tiny", api_base=url, api_key="none", is_chat_model=True, max_tokens=400, max_retries=0,
                       is_function_calling_model=True, **more)
 plain, scripted = map(model, sys.argv[1:])
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     '''The weather.'''
     city: Literal["Paris", "Oslo"]
     days: int = Field(ge=0, le=9)
@@ -149,7 +149,7 @@ import instructor
 from openai import OpenAI
 from pydantic import BaseModel, Field
 plain, scripted = (OpenAI(base_url=url, api_key="none", max_retries=0) for url in sys.argv[1:])
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     city: Literal["Paris", "Oslo"]
     days: int = Field(ge=0, le=9)
 def ask(client, mode, name, **more):
@@ -179,7 +179,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 plain, scripted = (OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=url, api_key="none"))
                    for url in sys.argv[1:])
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     city: Literal["Paris", "Oslo"]
     days: int = Field(ge=0, le=9)
 settings = {"max_tokens": 400}

@@ -139,7 +139,8 @@ class RemoteOpenAIServer:
         if "--enable-request-id-headers" not in args:
             args += ["--no-enable-request-id-headers"]  # their default
         fixed = ["--seed", str(seed or 0), "--metrics-compat", "vllm", "--allow-unknown-fields"]
-        self._process = _server(vllm_serve_args, [made(model, calls="--tool-call-parser" in args), *args, *fixed], env)
+        calls = {"--tool-call-parser", "--reasoning-parser"} <= {*args}
+        self._process = _server(vllm_serve_args, [made(model, calls=calls), *args, *fixed], env)
         self.proc = self._process.process
         if not self.uds:
             host, _, port = self._process.url.rpartition("//")[2].rpartition(":")
