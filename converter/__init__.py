@@ -9,12 +9,13 @@ from .fuse import fuse
 from .graph import RowTensor
 from .move import move
 from .redirect import redirect
-from .slices import Cut, CutCall, Send, Slice, SlicedProgram
+from .slices import Cut, CutCall, MixerCall, Send, Slice, SlicedProgram
 
 __all__ = [
     "ConversionError",
     "Cut",
     "CutCall",
+    "MixerCall",
     "RowTensor",
     "Send",
     "Slice",

@@ -6,7 +6,7 @@ import contextlib
 import linecache
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,11 +181,11 @@ def _drop_identities(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _merge_duplicates(graph: fx.Graph, cut_op: torch._ops.OpOverload) -> None:
+def _merge_duplicates(graph: fx.Graph, cut_ops: Collection[torch._ops.OpOverload]) -> None:
     """Merge equal operators. Layers often repeat work on positions; then one carried value serves all of them."""
     first: dict[tuple[object, str], fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is cut_op or not _is_function(node):
+        if node.op != "call_function" or node.target in cut_ops or not _is_function(node):
             continue
         known = first.setdefault((node.target, repr((node.args, node.kwargs))), node)
         if known is not node:
@@ -200,22 +200,30 @@ def _is_function(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
-def _check_count(calls: tuple[fx.Node, ...], cut_op: torch._ops.OpOverload, expect: int | None) -> None:
+def _check_count(calls: tuple[fx.Node, ...], cut_ops: Collection[torch._ops.OpOverload], expect: int | None) -> None:
     if calls and expect in (None, len(calls)):
         return
     places = ", ".join(module_path(c) or c.name for c in calls) or "none"
     wanted = "at least 1" if expect is None else str(expect)
     raise ConversionError(
-        f"expected {wanted} {cut_op} operators, one per layer, but the captured step has {len(calls)} (in: {places}). "
+        f"expected {wanted} {' and '.join(map(str, cut_ops))} operators, one per layer, but the captured step has "
+        f"{len(calls)} (in: {places}). "
         "A layer without one (recurrent, linear attention) keeps state that no slice can carry."
     )
 
 
-def capture(step: nn.Module, cut_op: torch._ops.OpOverload, *, expect: int | None = None) -> Capture:
+def capture(
+    step: nn.Module,
+    cut_ops: Collection[torch._ops.OpOverload],
+    *,
+    expect: int | None = None,
+    prepare: Callable[[fx.Graph], None] | None = None,
+) -> Capture:
     """Trace ``step(input_ids [R, 1], position_ids [R, 1]) -> logits [R, 1, V]`` with R free in 1..65536.
 
-    The module is left unchanged. Raises ConversionError if it cannot be traced, if the number of ``cut_op`` nodes is
-    not ``expect``, or if a step writes to the module's own buffers.
+    ``prepare``: changes the traced graph before anything is read from it. The module is left unchanged. Raises
+    ConversionError if it cannot be traced, if the number of ``cut_ops`` nodes is not ``expect``, or if a step writes to
+    the module's own buffers.
     """
     program = _export(step)
     signature = program.graph_signature
@@ -224,7 +232,9 @@ def capture(step: nn.Module, cut_op: torch._ops.OpOverload, *, expect: int | Non
     weights = _bind_weights(step, program)
     graph = program.graph
     _drop_identities(graph)
-    _merge_duplicates(graph, cut_op)
+    if prepare is not None:
+        prepare(graph)
+    _merge_duplicates(graph, cut_ops)
     (results,) = graph.output_node().args
     if not isinstance(results, tuple) or len(results) != 1 or not isinstance(results[0], fx.Node):
         raise ConversionError("the decode step must return one tensor, the logits [R, 1, V]")
@@ -232,6 +242,6 @@ def capture(step: nn.Module, cut_op: torch._ops.OpOverload, *, expect: int | Non
     rows = size_expression(inputs[0].meta["val"].shape[0])
     if rows is None or not rows.is_Symbol:
         raise ConversionError(f"the number of rows was fixed to {rows} while tracing: some operator depends on it")
-    calls = tuple(n for n in graph.nodes if n.target is cut_op)
-    _check_count(calls, cut_op, expect)
+    calls = tuple(n for n in graph.nodes if n.target in cut_ops)
+    _check_count(calls, cut_ops, expect)
     return Capture(graph, weights, inputs, calls, results[0], rows)

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from .capture import Capture, Weight, module_path
 from .errors import ConversionError
-from .graph import RowGraph, RowTensor, add_node, operator_name
+from .graph import Message, RowGraph, RowTensor, add_node, is_attention, operator_name
 from .reorder import Schedule
-from .slices import Cut, CutCall, Slice
+from .slices import Cut, CutCall, MixerCall, Slice
 
 aten = torch.ops.aten
 
@@ -69,25 +69,43 @@ def describe_cut(graph: RowGraph, index: int, nodes: list[fx.Node]) -> Cut:
     return Cut(index, tuple(t for t in tensors if t is not None), graph.live_bytes(index))
 
 
-def describe_call(graph: RowGraph, values: StaticValues, index: int) -> CutCall:
-    """Return the shapes of one call's messages, and its other arguments as plain values and tensors."""
-    node = graph.calls[index]
+def describe_call(graph: RowGraph, values: StaticValues, index: int, node: fx.Node) -> CutCall:
+    """Return the shapes of the messages of an attention, and its other arguments as plain values and tensors.
+    ``index``: number of its exchange.
+    """
     where = module_path(node) or node.name
     missing = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
     arguments = [*node.args, *(node.kwargs.get(p.name, p.default_value) for p in missing)]
-
-    def rows(value: Any, name: str) -> RowTensor:
-        tensor = graph.row_tensor(value, name) if isinstance(value, fx.Node) else None
-        if tensor is None:
-            raise ConversionError(f"{name} of the attention of {where} must be a tensor with the row as dimension 0")
-        return tensor
 
     try:
         rest = fx.map_arg(tuple(arguments[3:]), values)
     except KeyError as error:
         raise ConversionError(f"argument {error} of the attention of {where} depends on more than weights") from None
-    q, k, v = (rows(a, name) for a, name in zip(arguments, "qkv", strict=False))
-    return CutCall(index, where, q, k, v, rows(node, "o"), tuple(rest))
+    of = f"the attention of {where}"
+    q, k, v = (_rows(graph, a, name, of) for a, name in zip(arguments, "qkv", strict=False))
+    return CutCall(index, where, q, k, v, _rows(graph, node, "o", of), tuple(rest))
+
+
+def describe_mixer(graph: RowGraph, values: StaticValues, index: int, node: fx.Node) -> MixerCall:
+    """Return the shapes of the message of an operator with a list of inputs, and its other arguments. ``index``: number
+    of its exchange.
+    """
+    where = module_path(node) or node.name
+    inputs, *others = node.args
+    try:
+        rest = fx.map_arg(tuple(others), values)
+    except KeyError as error:
+        raise ConversionError(f"argument {error} of the mixer of {where} depends on more than weights") from None
+    of = f"the mixer of {where}"
+    sent = tuple(_rows(graph, a, f"input {i}", of) for i, a in enumerate(inputs))  # type: ignore[arg-type]
+    return MixerCall(index, where, sent, _rows(graph, node, "m", of), tuple(rest))
+
+
+def _rows(graph: RowGraph, value: Any, name: str, of: str) -> RowTensor:
+    tensor = graph.row_tensor(value, name) if isinstance(value, fx.Node) else None
+    if tensor is None:
+        raise ConversionError(f"{name} of {of} must be a tensor with the row as dimension 0")
+    return tensor
 
 
 class Emitter:
@@ -103,28 +121,28 @@ class Emitter:
 
     def build(self) -> Slice:
         schedule, out = self._schedule, self._out
-        given = [*schedule.carried, *([schedule.arrives] if schedule.arrives else [])]
-        names = [*carried_names(self._graph, schedule.carried), *(["o"] if schedule.arrives else [])]
+        given = [*schedule.carried, *schedule.arrive]
+        names = [*carried_names(self._graph, schedule.carried), *map(_output_name, schedule.arrive)]
         for node, name in zip(given, names, strict=True):
             self._copies[node] = self._annotate(out.placeholder(name), node)
-        if schedule.leaves is not None:
-            self._names |= dict(zip(schedule.leaves.args[:3], "qkv", strict=True))  # type: ignore[arg-type]
+        if schedule.messages:
+            for _, message in schedule.messages:
+                self._names |= dict(zip(message.operands, _operand_names(message), strict=True))
             self._names |= dict(zip(schedule.results, carried_names(self._graph, schedule.results), strict=True))
-            self._send(schedule, *schedule.leaves.args[:3])
+            self._send(schedule.messages)
         for node in schedule.rest:
             self._copy(node)
         out.output(tuple(self._copy(n) for n in schedule.results))
         module = fx.GraphModule(self._root, out, class_name=f"Slice{self._index}")
         return Slice(self._index, module, signature(module), self._weights)
 
-    def _send(self, schedule: Schedule, q: Any, k: Any, v: Any) -> None:
+    def _send(self, messages: list[tuple[list[fx.Node], Message]]) -> None:
         send = self._out.placeholder("send")
-        for node in schedule.before_q:
-            self._copy(node)
-        self._out.create_node("call_method", "q", (send, self._index, self._copy(q)), name="sent_q")
-        for node in schedule.before_kv:
-            self._copy(node)
-        self._out.create_node("call_method", "kv", (send, self._index, self._copy(k), self._copy(v)), name="sent_kv")
+        for before, (method, operands) in messages:
+            for node in before:
+                self._copy(node)
+            sent = tuple(map(self._copy, operands))
+            self._out.create_node("call_method", method, (send, self._index, *sent), name=f"sent_{method}")
 
     def _annotate(self, copy: fx.Node, node: fx.Node) -> fx.Node:
         copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "nn_module_stack")}
@@ -177,6 +195,16 @@ class Emitter:
         copy = self._annotate(self._out.get_attr(attribute), node)
         copy.meta["weight"] = label
         return copy
+
+
+def _output_name(call: fx.Node) -> str:
+    return "o" if is_attention(call) else "m"
+
+
+def _operand_names(message: Message) -> list[str]:
+    if message.method == "mix":
+        return [f"x{i}" for i in range(len(message.operands))]
+    return list(message.method)
 
 
 def weight_label(capture: Capture, node: fx.Node) -> str:

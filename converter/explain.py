@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .capture import size_expression
 from .graph import is_expensive, operator_name
-from .slices import CutCall, Slice, SlicedProgram
+from .slices import CutCall, MixerCall, Slice, SlicedProgram
 
 BLOCKS = ("before_q", "between", "after_kv")
 
@@ -58,11 +58,11 @@ def slice_facts(piece: Slice) -> SliceFacts:
     gemms: list[Gemm] = []
     block = 0
     for node in nodes:
-        block += node in sends
+        block = min(block + (node in sends), len(BLOCKS) - 1)
         if is_gemm(node):
             gemms.append(_gemm(node, BLOCKS[block if sends else 0]))
     operators = sum(n.op == "call_function" for n in nodes)
-    q_first, why = _q_first(*sends) if sends else (None, "the last slice sends nothing")
+    q_first, why = _q_first(sends) if sends else (None, "the last slice sends nothing")
     return SliceFacts(piece.index, operators, piece.weight_bytes, tuple(gemms), q_first, why)
 
 
@@ -110,8 +110,11 @@ def _for_one_row(size: Any) -> int:
     return int(size) if expression is None else int(expression.subs(dict.fromkeys(expression.free_symbols, 1)))
 
 
-def _q_first(sent_q: fx.Node, sent_kv: fx.Node) -> tuple[bool, str]:
-    """Return whether Q leaves before the GEMMs of K and V run, and the reason in words."""
+def _q_first(sends: list[fx.Node]) -> tuple[bool | None, str]:
+    """Return whether Q leaves before the GEMMs of K and V run, and the reason in words; None without attention."""
+    if sends[0].target != "q":
+        return None, "the slice ends at a mixer, which has no Q"
+    sent_q, sent_kv = sends[:2]
     q, k, v = sent_q.args[2], *sent_kv.args[2:]
     q_gemms, kv_gemms = _sources(q), _sources(k) | _sources(v)
     shared = q_gemms & kv_gemms
@@ -150,14 +153,22 @@ def message_bytes(calls: Iterable[CutCall]) -> dict[str, Any]:
     """Return the bytes of send Q, send KV and receive O per layer and token; the top level has those of the largest
     layer.
     """
-    layers = [{"layer": c.index, "q": c.q_bytes, "kv": c.kv_bytes, "o": c.out_bytes} for c in calls]
+    layers = [{"layer": i, "q": c.q_bytes, "kv": c.kv_bytes, "o": c.out_bytes} for i, c in enumerate(calls)]
     largest = {k: max(layer[k] for layer in layers) for k in ("q", "kv", "o")}
     return {**largest, "total": sum(largest.values()), "layers": layers}
+
+
+def mixer_bytes(mixers: Iterable[MixerCall]) -> list[dict[str, Any]]:
+    """Return, for each mixer, the bytes per token of its inputs and its output."""
+    return [{"exchange": m.index, "name": m.name, "inputs": m.input_bytes, "output": m.out_bytes} for m in mixers]
 
 
 def to_json(program: SlicedProgram) -> dict[str, Any]:
     """Return all facts as plain data. Sizes are bytes; ``per_token`` ones are of one row."""
     facts = facts_of(program)
+    names = dict[int, str]()
+    for index, name in [(c.index, c.name) for c in program.calls] + [(m.index, m.name) for m in program.mixers]:
+        names[index] = f"{names[index]}, {name}" if index in names else name
     return {
         "num_slices": len(program),
         "num_distinct_slices": len({s.signature for s in program}),
@@ -168,9 +179,10 @@ def to_json(program: SlicedProgram) -> dict[str, Any]:
         "cut_bytes_per_token": program.cut_bytes_per_token,
         "message_bytes_per_token": program.message_bytes_per_token,
         "messages": message_bytes(program.calls),
+        **({"mixers": mixer_bytes(program.mixers)} if program.mixers else {}),
         "cuts": [
             {
-                "call": call.name,
+                "call": names[cut.index],
                 "tensors": [
                     {
                         "name": t.name,
@@ -183,7 +195,7 @@ def to_json(program: SlicedProgram) -> dict[str, Any]:
                 "bytes_per_token": cut.bytes_per_token,
                 "live_bytes_per_token": cut.live_bytes_per_token,
             }
-            for cut, call in zip(program.cuts, program.calls, strict=True)
+            for cut in program.cuts
         ],
         "slices": [_slice_json(s, f) for s, f in zip(program, facts, strict=True)],
         "timings_s": program.timings,

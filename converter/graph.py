@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -71,14 +71,38 @@ class RowTensor:
         return f"{self.name} [{sizes}] {str(self.dtype).removeprefix('torch.')}"
 
 
+class Message(NamedTuple):
+    """Operands of a call that are sent together, by the method of ``Send`` of that name."""
+
+    method: str
+    operands: tuple[fx.Node, ...]
+
+
+def messages_of(call: fx.Node) -> list[Message]:
+    """Return the messages of an operator at which the model is cut. An operator whose first argument is a list of
+    inputs has one message; else it is attention.
+    """
+    if isinstance(call.args[0], (list, tuple)):
+        return [Message("mix", tuple(a for a in call.args[0] if isinstance(a, fx.Node)))]
+    q, k, v = call.args[:3]
+    return [Message("q", (q,)), Message("kv", (k, v))]  # type: ignore[arg-type]
+
+
+def is_attention(call: fx.Node) -> bool:
+    """Return True for an operator of q, k and v."""
+    return not isinstance(call.args[0], (list, tuple))
+
+
 class RowGraph:
-    """A capture, and the facts about its nodes that the planner needs. ``calls`` are numbered in program order. A node
-    is *static* if it depends only on weights and the number of rows: it is free and available in every slice.
+    """A capture, and the facts about its nodes that the planner needs. ``calls`` are in program order. An *exchange* is
+    a call, or several of different operators that do not need each other; exchanges are numbered in program order. A
+    node is *static* if it depends only on weights and the number of rows: it is free and available in every slice.
     """
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.calls = capture.calls
+        self.exchanges = _exchanges(capture)
         self.nodes = [n for n in capture.graph.nodes if n.op != "output"]
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.static: set[fx.Node] = set()
@@ -124,28 +148,32 @@ class RowGraph:
         return node in self._token_readers
 
     def _first_call_that_needs(self) -> dict[fx.Node, int]:
-        """Return for every node the number of the first call whose q, k or v needs it (len(calls) if none does)."""
-        first = dict.fromkeys(self.nodes, len(self.calls))
-        number = {c: i for i, c in enumerate(self.calls)}
+        """Return for every node the number of the first exchange that needs it; their number if none does."""
+        last = len(self.exchanges)
+        first = dict.fromkeys(self.nodes, last)
+        number = self._numbers()
         for node in reversed(self.nodes):
-            reach = min(first[node], number.get(node, len(self.calls)))
+            reach = min(first[node], number.get(node, last))
             for source in node.all_input_nodes:
                 first[source] = min(first[source], reach)
         return first
 
     def _last_call_waited_for(self) -> dict[fx.Node, int]:
         last: dict[fx.Node, int] = {}
-        number = {c: i for i, c in enumerate(self.calls)}
+        number = self._numbers()
         for node in self.nodes:
             last[node] = max((last[a] for a in node.all_input_nodes), default=-1)
             last[node] = max(last[node], number.get(node, -1))
         return last
 
-    def live_bytes(self, call: int) -> int:
-        """Return the bytes per token of values that, in the model's own order, are computed before this call and used
-        after it.
+    def _numbers(self) -> dict[fx.Node, int]:
+        return {call: i for i, calls in enumerate(self.exchanges) for call in calls}
+
+    def live_bytes(self, exchange: int) -> int:
+        """Return the bytes per token of values that, in the model's own order, are computed before this exchange and
+        used after it.
         """
-        at = self.order[self.calls[call]]
+        at = min(self.order[call] for call in self.exchanges[exchange])
         alive = 0
         for node in self.nodes[:at]:
             crosses = node not in self.static and any(self.order.get(u, len(self.nodes)) > at for u in node.users)
@@ -153,13 +181,13 @@ class RowGraph:
                 alive += tensor.bytes_per_token
         return alive
 
-    def runs_before(self, node: fx.Node, call: int) -> bool:
-        """Return True if q, k or v need this node to run before call number ``call`` starts."""
-        return self._needed_by[node] <= call
+    def runs_before(self, node: fx.Node, exchange: int) -> bool:
+        """Return True if a message needs this node to run before exchange number ``exchange`` starts."""
+        return self._needed_by[node] <= exchange
 
-    def waits_for(self, node: fx.Node, call: int) -> bool:
-        """Return True if this node depends on the output of call number ``call`` or a later one."""
-        return self._waits_for[node] >= call
+    def waits_for(self, node: fx.Node, exchange: int) -> bool:
+        """Return True if this node depends on an output of exchange number ``exchange`` or a later one."""
+        return self._waits_for[node] >= exchange
 
     def closure(self, roots: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
         """Return ``roots`` and the nodes from which they are computed, without static ones. Stops at nodes where
@@ -179,3 +207,22 @@ class RowGraph:
     def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Return the nodes in program order."""
         return sorted(nodes, key=self.order.__getitem__)
+
+
+def _exchanges(capture: Capture) -> list[tuple[fx.Node, ...]]:
+    """Return the calls, those together that need no output of each other; attention is first. One of each operator."""
+    groups: list[list[fx.Node]] = []
+    needs: dict[fx.Node, set[fx.Node]] = {}  # the calls that a node depends on, the node itself included
+    calls = set(capture.calls)
+    if len({call.target for call in calls}) == 1:  # true of most models
+        return [(call,) for call in capture.calls]
+    for node in capture.graph.nodes:
+        needs[node] = set().union(*(needs[a] for a in node.all_input_nodes), (node,) if node in calls else ())
+        if node not in calls:
+            continue
+        last = groups[-1] if groups else []
+        if last and not needs[node] & {*last} and node.target not in {call.target for call in last}:
+            last.append(node)
+        else:
+            groups.append([node])
+    return [tuple(sorted(calls, key=lambda call: not is_attention(call))) for calls in groups]

@@ -1,4 +1,4 @@
-"""The order of work inside a slice: Q's operands, send Q, the operands of K and V, send KV, the rest."""
+"""The order of work inside a slice: for each message what its operands need, then the rest. Q leaves first."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from .graph import RowGraph
+from .graph import Message, RowGraph, messages_of
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One slice: it starts from ``carried`` and the output of ``arrives``, and ends with ``results``. ``leaves`` is the
-    call whose q, k and v it sends (None in the last slice). The three lists partition its work.
+    """One slice: it starts from ``carried`` and the outputs that ``arrive``, sends each of ``messages`` after the work
+    that it needs in addition to earlier ones, and ends with ``results``. The lists partition its work.
     """
 
     carried: list[fx.Node]
-    arrives: fx.Node | None
-    before_q: list[fx.Node]
-    before_kv: list[fx.Node]
+    arrive: tuple[fx.Node, ...]
+    messages: list[tuple[list[fx.Node], Message]]
     rest: list[fx.Node]
-    leaves: fx.Node | None
     results: list[fx.Node]
 
 
@@ -33,23 +31,22 @@ def schedule_slices(graph: RowGraph, cuts: Sequence[list[fx.Node]]) -> list[Sche
     """
     starts = [list(graph.capture.inputs), *cuts]
     ends = [*cuts, [graph.capture.logits]]
-    calls = [None, *graph.calls, None]
-    return [_schedule(graph, *parts) for parts in zip(starts, calls, calls[1:], ends, strict=False)]
+    exchanges: list[tuple[fx.Node, ...]] = [(), *graph.exchanges, ()]
+    return [_schedule(graph, *parts) for parts in zip(starts, exchanges, exchanges[1:], ends, strict=False)]
 
 
 def _schedule(
     graph: RowGraph,
     carried: list[fx.Node],
-    arrives: fx.Node | None,
-    leaves: fx.Node | None,
+    arrive: tuple[fx.Node, ...],
+    leave: tuple[fx.Node, ...],
     results: list[fx.Node],
 ) -> Schedule:
-    done = {*carried, *([arrives] if arrives else []), *graph.static}
-    operands = [a for a in leaves.args[:3] if isinstance(a, fx.Node)] if leaves else []
-    before_q = _by_demand(operands[:1], done)
-    before_kv = _by_demand(operands[1:], done)
+    done = {*carried, *arrive, *graph.static}
+    sent = [message for call in leave for message in messages_of(call)]
+    messages = [(_by_demand(message.operands, done), message) for message in sent]
     rest = _by_demand(results, done)
-    return Schedule(carried, arrives, before_q, before_kv, rest, leaves, results)
+    return Schedule(carried, arrive, messages, rest, results)
 
 
 def _by_demand(roots: Sequence[fx.Node], done: set[fx.Node]) -> list[fx.Node]:

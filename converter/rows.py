@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from .capture import module_path, size_expression
 from .errors import ConversionError
 from .graph import RowGraph, operator_name
-from .slices import CutCall, Slice
+from .slices import CutCall, MixerCall, Slice
 
 _REDUCTIONS = {
     "mean", "sum", "prod", "max", "min", "amax", "amin", "aminmax", "var", "std", "var_mean", "std_mean", "norm",
@@ -106,6 +106,9 @@ class _Sent:
     def kv(self, call: int, k: Tensor, v: Tensor) -> None:
         self.tensors += [k, v]
 
+    def mix(self, call: int, *inputs: Tensor) -> None:
+        self.tensors += inputs
+
 
 def stand_in_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return a cheap function of q, k and v of each row, in the shapes of attention: [R, Hq, 1, D] ... -> [R, 1, Hq,
@@ -117,7 +120,18 @@ def stand_in_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (score.sigmoid().to(v.dtype) * v).transpose(1, 2)
 
 
-def check_rows_by_running(slices: Sequence[Slice], calls: Sequence[CutCall], max_positions: int) -> bool:
+def stand_in_mixer(inputs: Sequence[Tensor], mixer: MixerCall) -> Tensor:
+    """Return a cheap function of all inputs of each row, in the shape of the mixer's output."""
+    rows, numbers = len(inputs[0]), math.prod(mixer.out.shape)
+    gate = sum((x.flatten(1).float().mean(1, keepdim=True).tanh() for x in inputs), torch.ones(()).to(inputs[0].device))
+    x = inputs[0].flatten(1).float()
+    spread = x[:, torch.arange(numbers, device=x.device) % x.shape[1]] * gate
+    return spread.tanh().to(mixer.out.dtype).reshape(rows, *mixer.out.shape)
+
+
+def check_rows_by_running(
+    slices: Sequence[Slice], calls: Sequence[CutCall], max_positions: int, mixers: Sequence[MixerCall] = ()
+) -> bool:
     """Run each distinct slice on a batch, on that batch shuffled and doubled, and on parts of it; rows must agree.
 
     Each slice gets exactly the rows that it got before, so rounding does not accumulate. Positions are the smallest and
@@ -129,7 +143,7 @@ def check_rows_by_running(slices: Sequence[Slice], calls: Sequence[CutCall], max
         return False
     device = next(iter(devices), torch.device("cpu"))
     seen: set[str] = set()
-    for piece, inputs, expected in _walk(slices, calls, max_positions, device):
+    for piece, inputs, expected in _walk(slices, calls, mixers, max_positions, device):
         if piece.signature in seen:
             continue
         seen.add(piece.signature)
@@ -144,7 +158,11 @@ def check_rows_by_running(slices: Sequence[Slice], calls: Sequence[CutCall], max
 
 
 def _walk(
-    slices: Sequence[Slice], calls: Sequence[CutCall], max_positions: int, device: torch.device
+    slices: Sequence[Slice],
+    calls: Sequence[CutCall],
+    mixers: Sequence[MixerCall],
+    max_positions: int,
+    device: torch.device,
 ) -> Iterator[tuple[Slice, tuple[Tensor, ...], list[Tensor]]]:
     """Yield every slice with its inputs, messages and results in one pass of ``_NUM_ROWS`` rows."""
     first, last = torch.arange(_NUM_ROWS // 2, device=device), max_positions - 1
@@ -152,12 +170,18 @@ def _walk(
     vocabulary = slices[-1].module.graph.output_node().args[0][0].meta["val"].shape[-1]  # type: ignore[index, union-attr]
     ids = (torch.arange(_NUM_ROWS, device=device)[:, None] * 7919 + 11) % vocabulary
     inputs: tuple[Tensor, ...] = (ids, positions)
+    attended, mixed = {call.index for call in calls}, {mixer.index: mixer for mixer in mixers}
     for piece in slices:
         results = _run(piece, inputs, max_positions)
         yield piece, inputs, results
-        if piece.index < len(calls):
-            q, k, v, *carried = results
-            inputs = (*carried, stand_in_attention(q, k, v))
+        outputs, carried = list[Tensor](), results
+        if piece.index in attended:
+            q, k, v, *carried = carried
+            outputs.append(stand_in_attention(q, k, v))
+        if (mixer := mixed.get(piece.index)) is not None:
+            sent, carried = carried[: len(mixer.inputs)], carried[len(mixer.inputs) :]
+            outputs.append(stand_in_mixer(sent, mixer))
+        inputs = (*carried, *outputs)
 
 
 def _selections(device: torch.device) -> list[Tensor]:

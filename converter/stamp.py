@@ -128,7 +128,7 @@ def stamp(
         program, some, some_more = shallow(few)
         facts = None if more is None or some_more is None else [*more, *some_more]
         joint = layer_kinds([*layers, *some], facts, [*range(total), *range(few)])
-        if joint[:few] != joint[total:] or len(program.calls) != few:
+        if joint[:few] != joint[total:] or len(program.calls) != few or program.mixers:
             return None
         at = _repeated_block([s.signature for s in program], period)
         if at is not None:

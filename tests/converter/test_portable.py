@@ -62,7 +62,7 @@ OPTIONS: list[dict[str, Any]] = [{"fused": "split"}, {"parallel": True, "tied": 
 @pytest.fixture(scope="module")
 def text() -> str:
     model = Decoder(1)
-    return write(capture(model, CUT), model)
+    return write(capture(model, (CUT,)), model)
 
 
 @pytest.mark.long
@@ -163,7 +163,7 @@ def test_a_capture_of_another_dtype_is_not_read(text: str) -> None:
 
 def test_a_capture_is_written_with_its_own_module() -> None:
     with pytest.raises(NotPortableError, match="not that of the module"):
-        write(capture(Decoder(1), CUT), Decoder(1))
+        write(capture(Decoder(1), (CUT,)), Decoder(1))
 
 
 class Body(nn.Module):
