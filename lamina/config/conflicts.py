@@ -163,6 +163,8 @@ SETTINGS: dict[str, Setting] = {
 # What only a model, a request or a running engine decides.
 NN_MODULE = "a torch.nn.Module as the model"
 WINDOWED_LAYERS = "a model with windowed layers"
+HYBRID_MODEL = "a hybrid model"
+PREFIX_CACHING = "--enable-prefix-caching"
 SESSION_ID = "session_id"
 SESSION_FILE = "a session's file"
 KV_DISCARD = "kv_discard"
@@ -282,6 +284,30 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--cluster", "--launcher static"): "it is for --launcher ray, unless it is a YAML of hosts",
     (SESSION_ID, "--no-enable-prefix-caching"): "a session keeps KV of finished requests",
     (SESSION_ID, "--kv-sparsity evict"): "the next turn needs all KV, so ask for kv_sparsity none",
+    **{
+        (HYBRID_MODEL, other): why
+        for other, why in {
+            "--partition token": "states are whole",
+            "--partition spill": "states are whole",
+            "--kv-parity 1": "states are not summed",
+            "--kv-sparsity evict": "states keep all tokens",
+            "--kv-sparsity select": "states keep all tokens",
+            "--context-overflow truncate": "states keep all tokens",
+            "--tensor-parallel-size 2 or more": "ranks do not divide states yet",
+            "--prefill-workers": "prefill workers do not compute states yet",
+            "--memory-device cuda": "states are computed on CPUs",
+            PREFIX_CACHING: "states are not kept yet",
+            "--kv-offloading-size": "states are not stored yet",
+            "--kv-offload dir=": "states are not stored yet",
+            "--decode-only": "states are not stored yet",
+            "--lending borrow.max": "states cannot be lent",
+            "--lending lend.share": "states cannot be lent",
+            "--kv-checks": "they omit states",
+        }.items()
+    },
+    (SESSION_ID, HYBRID_MODEL): "states are not kept yet",
+    (RESIZE, HYBRID_MODEL): "states cannot move yet",
+    (REWEIGH, HYBRID_MODEL): "states cannot move yet",
     (SCALE, "--lending borrow.max"): "loans add and remove memory workers",
     (SCALE, "--lending lend.share"): "loans add and remove memory workers",
     **{
@@ -355,7 +381,7 @@ def check_conflicts(config: EngineConfig) -> None:
 def conflicts_of(name: str, config: EngineConfig) -> Iterator[str]:
     """Yield the line of each setting of ``config`` that excludes ``name``, which no options decide."""
     for one, other in CONFLICTS:
-        if one == name and SETTINGS[other].is_on(config):
+        if one == name and other in SETTINGS and SETTINGS[other].is_on(config):
             yield conflict_text(name, other)
 
 

@@ -138,6 +138,22 @@ def by_spill(kv_heads: Sequence[int], weights: Sequence[float], stripe_chunks: i
     return msgspec.structs.replace(partition, single_shard=partition.stripe_chunks > 0)
 
 
+def state_shares(name: str, partition: Partition, heads: int, weights: Sequence[float]) -> list[HeadShare]:
+    """The owners of the states of a recurrent layer: of runs of its heads with ``head``, of sequences with ``request``.
+
+    ``partition``: that of KV, called ``name``, over memory workers of these ``weights``. Raises ValueError for one that
+    divides the tokens of a sequence.
+    """
+    if len(weights) == 1:
+        return [HeadShare(0, heads, [0])]
+    if name == "request":
+        return [HeadShare(0, heads, partition.tables[0][0].owners)]
+    if name != "head":
+        raise ValueError(f"--partition {name} divides sequences by tokens, and a recurrent state has all of them")
+    cuts = _cuts(heads, weights)
+    return [HeadShare(low, high, [worker]) for worker, (low, high) in enumerate(pairwise(cuts)) if low < high]
+
+
 def choose_stripe(max_chunks: int, num_workers: int) -> int:
     """The stripe for sequences of up to ``max_chunks`` chunks: a power of two."""
     return 1 << max(0, -(-max_chunks // (STRIPES_PER_WORKER * num_workers)) - 1).bit_length()

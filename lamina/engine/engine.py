@@ -21,9 +21,10 @@ from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName, Sessions
-from lamina.scheduler.surviving_kv import SurvivingTokens, num_stored_tokens
+from lamina.scheduler.surviving_kv import StateReports, SurvivingTokens, num_stored_tokens
 
 from .feature import EngineFeature
+from .hybrid_model import options_for_model
 from .intake import RequestIntake, check_structure
 from .request import ActiveRequests, DecodeToken, IncrementalDetokenizer, Request
 from .scheduler_factory import (
@@ -57,7 +58,8 @@ class Engine:
         keeps_slo: bool = True,
     ) -> None:
         """``features``: called after the engine's own ones. ``keeps_slo``: ``slo_admission`` may get limits."""
-        self.config, self.executor, self.worker_info = config, executor, executor.ready
+        self.executor, self.worker_info = executor, executor.ready
+        self.config = config = options_for_model(config, self.worker_info)
         self._clock, self._trace = clock, trace
         self.accounting = new_block_tables(self.worker_info)
         self.sessions = Sessions()
@@ -351,7 +353,9 @@ class Engine:
         for request in self.requests:
             request.roll_back()
         steps, self.in_flight = self.in_flight, {}
-        kept = SurvivingTokens(self.accounting, self.worker_info.holders, change.surviving)
+        info = self.worker_info
+        states = StateReports(info.state_shards, change.state_versions) if info.state_shards else None
+        kept = SurvivingTokens(self.accounting, info.holders, change.surviving, states)
         keep = self.scheduler.roll_back(steps.values(), kept.count)
         if change.capacity:
             self.worker_info = msgspec.structs.replace(self.worker_info, **change.capacity._asdict())

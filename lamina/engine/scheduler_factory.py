@@ -31,6 +31,7 @@ from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
+from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sessions.session_table import SessionName, Sessions
 from lamina.scheduler.slo_admission import SloAdmission
@@ -152,9 +153,10 @@ def _features(
         SessionCache(prefixes, tables, tier),
         tier,  # saves pages before evictions drop their blocks
         BlockSelection() if config.kv.is_sparse else None,
+        RecurrentStates() if info.state_shards else None,
         _evictions(config, info),
         PrefillPlacement(prefill, prefixes) if prefill else None,
-        KvMigration(tables, allocator, prefixes, ranks) if config.migrates_kv else None,
+        KvMigration(tables, allocator, prefixes, ranks) if config.migrates_kv and not info.state_shards else None,
         StepTimer(slo_admission, swap) if conducts or swap else None,
     ]
     return [feature for feature in table if feature is not None]

@@ -106,7 +106,7 @@ class MemoryResizer:
         topology, binds = self._workers.topology, self._workers.memory_binds
         if topology.may_borrow:
             raise ValueError(conflict_text(SCALE, topology.loan_flag))
-        check_resizable(self._config, same=bool(weights))
+        check_resizable(self._config, same=bool(weights), has_states=any(bind.mixers for bind in binds))
         size = topology.tensor_parallel_size
         if count < 1 or count % size:
             raise ValueError(f"--memory-workers {count}: it must be a multiple of --tensor-parallel-size {size}")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec import structs
 
-from lamina.config.conflicts import RESIZE, REWEIGH, conflicts_of
+from lamina.config.conflicts import HYBRID_MODEL, RESIZE, REWEIGH, conflict_text, conflicts_of
 from lamina.config.engine_config import EngineConfig
 from lamina.config.topology import TopologyOptions
 from lamina.protocol.capacity import partition_of
@@ -22,11 +22,14 @@ class ResizeNeedsRestartError(ValueError):
     """A change of workers is possible only if all of them are restarted; the text names the reason."""
 
 
-def check_resizable(config: EngineConfig, *, same: bool = False) -> None:
+def check_resizable(config: EngineConfig, *, same: bool = False, has_states: bool = False) -> None:
     """Raise ResizeNeedsRestartError if memory workers can come or go only with a new start of all. With ``same``: if
-    the present ones cannot get other weights.
+    the present ones cannot get other weights. ``has_states``: whether the model has recurrent layers.
     """
-    for reason in conflicts_of(REWEIGH if same else RESIZE, config):
+    change = REWEIGH if same else RESIZE
+    if has_states:
+        raise ResizeNeedsRestartError(conflict_text(change, HYBRID_MODEL))
+    for reason in conflicts_of(change, config):
         raise ResizeNeedsRestartError(reason)
 
 

@@ -44,6 +44,8 @@ class Supervisor:
         self._missing_capacity = False  # a spare worker has died, and none has been started in its place
         self._stall_detector = StallDetector[RegisteredWorker](clock)
         self._parity = KvParity(config, registry, worker_group, clock)
+        self._versions = dict[RegisteredWorker, dict[int, list[int]]]()  # of workers that have quiesced
+        self.state_versions: list[dict[int, list[int]]] = []  # of the last ``quiesce``; see EpochChanged
 
     def check_health(self, waited_for: Collection[RegisteredWorker]) -> None:
         """Look for stopped workers; called during waits for ``waited_for``. Raises WorkersLostError if one of them has
@@ -191,6 +193,8 @@ class Supervisor:
             raise WorkersLostError(f"{loss}, and no worker hangs", [])  # it would repeat
         for lost in self._registry.lost_workers:
             kept.pop(lost, None)  # reported before its death
+        self.state_versions = [self._versions.pop(m, {}) if m in kept else {} for m in self._registry.memory]
+        self._versions.clear()
         return self._parity.surviving_after_rebuild([kept.get(member, {}) for member in self._registry.memory])
 
     def rebuild(self, keep: Sequence[SurvivingKv]) -> bool:
@@ -230,6 +234,7 @@ class Supervisor:
         loading = not self._workers.has_answered(worker)
         left = self._start_s if loading else deadline - self._clock()
         halted: Quiesced = self._registry.wait_for([worker], Quiesced, left, "to quiesce after a loss")
+        self._versions[worker] = halted.state_versions
         return halted.surviving_tokens
 
 

@@ -263,7 +263,7 @@ class WorkerExecutor:
             if capacity is not None:
                 self.ready = structs.replace(self.ready, **capacity._asdict())
             self._state.enter(ExecutorState.QUIESCED)
-        return EpochChanged(steps, kept, capacity, self.resizer.new_shards)
+        return EpochChanged(steps, kept, capacity, self.resizer.new_shards, self.supervisor.state_versions)
 
     @contextmanager
     def _recovery(self, state: ExecutorState) -> Iterator[None]:

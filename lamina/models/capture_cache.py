@@ -32,10 +32,12 @@ PACKAGES = {"torch", "transformers", "lamina"}
 CODE_FOLDERS = (
     "models",
     "models/quantization",
+    "models/recurrent",
     "converter",
     "ops/attention",
     "ops/collective",
     "ops/gemm",
+    "ops/recurrence",
 )  # what a capture depends on
 MAX_FILES = 256  # files in the folder; the least recently used ones are removed
 MAX_FILE_BYTES = 64 << 20  # bytes of a file

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lamina.converter import ConversionError, CutCall, SlicedProgram, convert
 from lamina.ops.attention.op import ATTENTION_OP
 from lamina.ops.attention.spec import AttentionSpec
+from lamina.ops.recurrence.op import MIXER_OP
+from lamina.protocol.mixers import NO_RECURRENT_LAYERS, Exchange, MixerShape, RecurrentLayers
 from lamina.protocol.step_plan import LayerShape
 
 from .attention_routing import WHOLE_MODEL, DecodeStep, WeightShard, routed_attention
@@ -18,6 +20,8 @@ from .capture_cache import CaptureCache, capture_file
 from .checkpoint import FileStamp
 from .errors import UnsupportedModelError
 from .load import LOAD_LOCK
+from .recurrent.mixer_folding import fold_mixers
+from .recurrent.mixer_routing import routed_mixers
 from .unsupported_models import check_config, check_layers
 
 PROOF_TEXT = "tokens and rows are apart"  # the content of a proof's file
@@ -51,12 +55,14 @@ def convert_model(
     kept = capture_file(model, max_model_len=max_model_len, experts=experts, part=part) if keep else None
     proof = kept.proof_file(stamps) if kept and stamps else None
     route = routed_attention(model, max_model_len=max_model_len, experts=experts, part=part)
-    with LOAD_LOCK, _wait_for_other_capture(kept, proof) as shown, route as router:
-        expect = None if shown else len(check_layers(model, router, max_model_len))
+    with LOAD_LOCK, _wait_for_other_capture(kept, proof) as shown, route as router, routed_mixers(model) as mixers:
+        expect = None if shown else len(check_layers(model, router, mixers, max_model_len)) + len(mixers.module_names)
         try:
             program = convert(
                 DecodeStep(model),
                 ATTENTION_OP,
+                mixer_op=MIXER_OP,
+                prepare=fold_mixers,
                 expect=expect,
                 shown=shown,
                 max_positions=max_model_len,
@@ -78,15 +84,36 @@ def _wait_for_other_capture(cache: CaptureCache | None, proof: CaptureCache | No
         yield proof is not None and proof.read() == PROOF_TEXT
 
 
+def recurrent_layers(program: SlicedProgram) -> RecurrentLayers:
+    """Return the recurrent layers, in order, with their operands on the host, and the exchanges of the model."""
+    if not program.mixers:
+        return NO_RECURRENT_LAYERS
+    layers = {call.index: number for number, call in enumerate(program.calls)}
+    mixers = {call.index: number for number, call in enumerate(program.mixers)}
+    exchanges = [Exchange(layers.get(i, -1), mixers.get(i, -1)) for i in range(len(program.cuts))]
+    shapes, operands = list[MixerShape](), list[list[Tensor]]()
+    for expected, call in enumerate(program.mixers):
+        static, number, spec = call.rest
+        if number != expected:
+            raise UnsupportedModelError(f"recurrent layer {number} ({call.name}) runs as number {expected}")
+        shapes.append(MixerShape(spec, [_bare(x.dtype) for x in call.inputs], [_bare(x.dtype) for x in static]))
+        operands.append([x.detach() if x.is_meta else x.detach().to("cpu", copy=True) for x in static])
+    return RecurrentLayers(exchanges, shapes, operands)
+
+
+def _bare(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def layer_shapes(program: SlicedProgram) -> list[LayerShape]:
     """Return the shapes of all attention layers, in order: all that a memory worker must know of the model."""
-    return [_layer_shape(call) for call in program.calls]
+    return [_layer_shape(number, call) for number, call in enumerate(program.calls)]
 
 
-def _layer_shape(call: CutCall) -> LayerShape:
+def _layer_shape(number: int, call: CutCall) -> LayerShape:
     layer, spec, sinks, slopes = call.rest
-    if layer != call.index:
-        raise UnsupportedModelError(f"layer {layer} ({call.name}) runs as attention {call.index}")
+    if layer != number:
+        raise UnsupportedModelError(f"layer {layer} ({call.name}) runs as attention {number}")
     AttentionSpec.decode(spec)
     return LayerShape(
         q_heads=call.q.shape[0],

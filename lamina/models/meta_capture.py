@@ -21,6 +21,7 @@ from lamina.ops.gemm import LinearBackend
 
 from .checkpoint import find_checkpoint, is_quantized, read_config, weight_files
 from .convert import convert_model
+from .errors import UnsupportedModelError
 from .load import from_config, max_model_len
 from .quantization.gguf_file import is_gguf
 from .quantization.pack_weights import replace_layers
@@ -92,6 +93,14 @@ def _packed_files(model: str, trust_remote_code: bool) -> Path | None:
     directory = find_checkpoint(model, trust_remote_code=trust_remote_code, weights=False)
     files = weight_files(directory) if is_quantized(directory) else []
     return directory if files and all(file.is_file() for file in files) else None
+
+
+def check_plannable(program: SlicedProgram) -> None:
+    """Raise UnsupportedModelError for a model whose states no plan counts yet."""
+    if program.mixers:
+        raise UnsupportedModelError(
+            f"plans do not count recurrent states yet, and {program.mixers[0].name} has one: start the model instead"
+        )
 
 
 def configuration(model: str, *, trust_remote_code: bool = False, hf_overrides: str = "") -> Any:

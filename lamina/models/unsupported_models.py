@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 from .attention_routing import AttentionRouter, DecodeStep, RoutedLayer
 from .errors import UnsupportedModelError
 from .model_files import one_line
+from .recurrent.mixer_routing import MixerRouter
+from .recurrent.requested_states import check_requested_states
 
 _PROBE_TOKENS = 8
 _PROBE_SEED = 20240501
@@ -51,27 +53,30 @@ def num_layers(model: nn.Module) -> int:
     return layers
 
 
-def check_layers(model: nn.Module, router: AttentionRouter, max_model_len: int) -> list[RoutedLayer]:
+def check_layers(
+    model: nn.Module, router: AttentionRouter, mixers: MixerRouter, max_model_len: int
+) -> list[RoutedLayer]:
     """Run the routed model on a few tokens and return its attention layers.
 
-    During the run, the attention of each token is limited to itself. Raises UnsupportedModelError if a layer has no
-    attention, unless the configuration says that it is an MLP. Raises it too if a token's result depends on more than
-    the token and its position. Such cases are convolutions, recurrences, and positions counted inside. Models without
-    weights (meta device) are only counted.
+    During the run, attention and recurrence of each token are limited to itself. Raises UnsupportedModelError if a
+    layer has neither, unless the configuration says that it is an MLP. Raises it too if a token's result depends on
+    more than the token and its position. Such cases are convolutions, recurrences, and positions counted inside. Models
+    without weights (meta device) are only counted.
     """
-    router.local = True
+    router.local = mixers.local = True
     try:
         with torch.no_grad():
             coupling, counting, numbering = _dependence(DecodeStep(model), max_model_len)
+            layers, names = router.layers, mixers.module_names
+        check_requested_states(model, mixers)
     except UnsupportedModelError:
         raise
     except Exception as error:  # any error of a model's own code when it runs without a cache
         where = f"{type(model).__name__}{_other_layers(model)}"
         raise UnsupportedModelError(f"{where} cannot run a step without a cache: {one_line(error)}") from error
     finally:
-        router.local = False
-    layers = router.layers
-    _check_count(model, layers)
+        router.local = mixers.local = False
+    _check_count(model, layers, names)
     if coupling > _COUPLED:
         raise UnsupportedModelError(
             f"tokens of {type(model).__name__} depend on each other outside of attention (relative difference "
@@ -142,24 +147,29 @@ def _relative(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().amax(-1) / b.std(-1).clamp_min(1e-6)
 
 
-def _check_count(model: nn.Module, layers: list[RoutedLayer]) -> None:
+def _check_count(model: nn.Module, layers: list[RoutedLayer], mixers: list[str]) -> None:
     expected = num_layers(model)
     if len(layers) == expected:
         return
+    if mixers and not layers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has recurrent layers alone, and no softmax attention: it cannot be served"
+        )
+    routed = [*(layer.name for layer in layers), *mixers]
     blocks = _decoder_layers(model, expected)
     types = _layer_types(model) or [""] * len(blocks)
     without = [
         (index, name, block)
         for index, ((name, block), kind) in enumerate(zip(blocks, types, strict=False))
-        if kind not in _TOKENWISE_TYPES and not any(f"{layer.name}.".startswith(f"{name}.") for layer in layers)
+        if kind not in _TOKENWISE_TYPES and not any(f"{each}.".startswith(f"{name}.") for each in routed)
     ]
-    if layers and not without and len(layers) == sum(kind not in _TOKENWISE_TYPES for kind in types):
+    if layers and not without and (mixers or len(layers) == sum(kind not in _TOKENWISE_TYPES for kind in types)):
         return
     for index, name, block in without:
         parts = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
         raise UnsupportedModelError(
-            f"layer {index} ({name}, {type(block).__name__}) has no softmax attention that can be routed to memory "
-            f"workers; its parts: {parts}"
+            f"layer {index} ({name}, {type(block).__name__}) has no softmax attention or recurrence that can be routed "
+            f"to memory workers; its parts: {parts}"
         )
     names = ", ".join(layer.name for layer in layers) or "none"
     raise UnsupportedModelError(

@@ -199,6 +199,8 @@ class Quiesced(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
 
     epoch: int
     surviving_tokens: dict[int, int] = {}  # from a memory worker: sequence -> tokens whose K and V it has in all layers
+    # From one with recurrent layers: sequence -> numbers of tokens after which it has the state of all these layers.
+    state_versions: dict[int, list[int]] = {}
 
 
 class ChannelLost(msgspec.Struct, frozen=True, tag="broken"):
@@ -223,7 +225,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
 
     epoch: int = 0  # of the Connect
     vocab_size: int
-    num_layers: int  # attention operators
+    num_layers: int  # exchanges between slices: attention operators, and those of recurrent layers
     max_model_len: int
     dtype: str
     eos_token_ids: list[int]
@@ -237,6 +239,8 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     block_size: int
     kv_bytes: list[int] = []  # KV memory of each memory worker of this rank
     bind: BindRequest | None = None  # sent to this rank's first memory worker; None: another replica has bound them
+    # Memory worker -> KV shards whose sequences have recurrent states there, None for none; empty: the model has none.
+    state_shards: list[KvShards | None] = []
     summary: dict[str, Any]  # facts of the program: slices, cut and message bytes, seconds of each stage
     # Offload of the memory workers, filled in by the driver; None: no offload.
     storage: OffloadFacts | None = None

@@ -44,6 +44,8 @@ class EpochChanged(NamedTuple):
     capacity: Capacity | None = None
     # KV shard before -> KV shard now, of the workers that stay, where sequences are to stay with them.
     new_shards: Mapping[int, int] = {}
+    # Memory worker -> sequence -> tokens after which it has the recurrent state; empty: there are no such states.
+    state_versions: Sequence[Mapping[int, Sequence[int]]] = ()
 
 
 class Executor(Protocol):

@@ -11,6 +11,9 @@ layer messages after it have a fixed place and size: Q, KV and O carry only tens
     DIRECT  msgpack of DevicePathRequest, once, the first message of an additional channel, if BOUND has offered that;
             reply: BOUND. From then on plans use this channel, and Q, KV and O go from device to device on BIND's
     CARRY   the tensors of a cut, from one replica to the next
+    OPERANDS  of each recurrent layer, what all tokens share: after BOUND, before any plan
+    MIX, MIXED  the inputs and the output of a recurrent layer: their bytes are in workers.mixer_messages. In an
+            exchange with attention they follow its KV and O
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
 
 An *epoch* numbers one set of connected workers. It is the epoch of every channel opened under it, and part of every
@@ -42,8 +45,9 @@ from lamina.config.engine_config import KVOptions
 from lamina.config.partition import KvShards, Partition
 
 from .kv_placement import FIRST_LOCATION, KvLocation
+from .mixers import Exchange, MixerShape
 
-VERSION = 23
+VERSION = 24
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MAX_PAGES_PER_TRANSFER = 64
@@ -64,6 +68,9 @@ class MessageKind(enum.IntEnum):
     JOIN = 8
     CARRY = 9
     DIRECT = 11
+    MIX = 12
+    MIXED = 13
+    OPERANDS = 14
 
 
 _KEY = struct.Struct("<QIIiI")
@@ -288,6 +295,16 @@ class SelectBlocks(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
     tokens: int = 0
 
 
+class StateRows(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    """The recurrent state of a sequence in this step. Versions of fewer than ``oldest`` tokens are not needed any more,
+    since the steps that wrote that version are done. The first ``prompt`` rows belong to the request's prompt.
+    """
+
+    sequence: int
+    oldest: int
+    prompt: int = 0
+
+
 class DeletePages(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     """Delete pages from storage, after the saves that are in progress. No worker waits for it. ``sequence``: the one
     that had the pages; it need not exist.
@@ -334,7 +351,7 @@ BlockOp = (
     | CommitMigration
 )  # ops that change the blocks of the pool
 StorageOp = DeletePages | SetRetention | PrefetchHint  # about offloaded pages alone
-RowOp = ScoreBlocks | SelectBlocks  # about rows of the step; it holds no blocks
+RowOp = ScoreBlocks | SelectBlocks | StateRows  # about rows of the step; it holds no blocks
 SequenceOp = BlockOp | StorageOp | RowOp
 
 
@@ -446,6 +463,9 @@ class BindRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefill_pipeline: int = 1  # consecutive prefill workers that send a grant's K and V together, each some layers
     device_path: bool = False  # the sender's devices could send and receive layer messages
     parity: bool = False  # only store K and V: no Q comes, and no O is sent
+    mixers: list[MixerShape] = []  # the recurrent layers
+    exchanges: list[Exchange] = []  # in their order; empty: of each layer one, with its attention
+    state_slots: int = 0  # versions of a sequence's states for which there is memory, a part of ``kv_bytes``
 
     @property
     def unconnected(self) -> BindRequest:
@@ -488,6 +508,7 @@ class BindReply(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""  # attention backend, by its name in the table
     device_path: bool = False  # the worker's device can send and receive, too, and expects a DIRECT channel
     kv_bytes: int = 0  # memory of this worker for KV blocks
+    state_shards: KvShards | None = None  # the KV shards whose sequences have states here; None: it has no states
 
 
 class ProtocolError(Exception):

@@ -41,6 +41,7 @@ NUMBERS = (
     {"--prefill-pipeline", "--prefill-workers"},
     {"--kv-sparsity", "--memory-workers", "--memory-weights"},
     {"--kv-cache-memory-bytes", "--max-model-len", "--partition", "--lending", "--pipeline", "--context-overflow"},
+    {"--kv-cache-memory-bytes", "--max-num-seqs"},
     {"--prefill-kv-memory", "--max-model-len", "--prefill-workers"},
     {"--pipeline", "--prefill-workers"},
     {"--pipeline", "--max-num-seqs", "--prefill-chunk"},

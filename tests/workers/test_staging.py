@@ -120,6 +120,9 @@ class Kept:
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rows, 1), float(layer), dtype=dtype)
 
+    def outputs(self, exchange: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (self.o(exchange, num_rows, dtype),)
+
     def check_errors(self) -> None:
         self.sent.clear()
 

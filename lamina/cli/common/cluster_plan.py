@@ -94,7 +94,7 @@ def planned_hosts(address: str) -> list[Host]:
 def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
     """Bytes of a rank's weights, and of a token's stored K and V in all layers; from the configuration alone."""
     from lamina.kv.stored_format import head_bytes, stored_dtype
-    from lamina.models.meta_capture import plan_cuts
+    from lamina.models.meta_capture import check_plannable, plan_cuts
     from lamina.ops import gemm
 
     on_cpu = config.devices.compute_device == "cpu"
@@ -106,6 +106,7 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
         hf_overrides=config.model.hf_overrides,
         backend=gemm.get("auto", 1) if on_cpu else None,
     ).program
+    check_plannable(program)
     shapes = [(call.k.shape[0], call.k.shape[-1], call.v.shape[-1], call.k.dtype) for call in program.calls]
     token = sum(h * head_bytes(k, v, stored_dtype(config.kv.kv_cache_dtype, dtype)) for h, k, v, dtype in shapes)
     return program.weight_bytes, token * config.topology.tensor_parallel_size

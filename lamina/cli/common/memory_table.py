@@ -118,7 +118,7 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     from lamina.models.checkpoint import find_checkpoint, read_config
     from lamina.models.convert import layer_shapes
     from lamina.models.load import max_model_len, weights_dtype
-    from lamina.models.meta_capture import plan_cuts
+    from lamina.models.meta_capture import check_plannable, plan_cuts
     from lamina.models.quantization.pack_weights import replace_layers
     from lamina.models.read_shard import WHOLE, weight_bytes
     from lamina.models.weight_names import check_all_used
@@ -137,6 +137,7 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
         ranks=config.topology.tensor_parallel_size,
         hf_overrides=config.model.hf_overrides,
     )
+    check_plannable(planned.program)
     check_all_used(planned.model, directory, allow_unused=config.model.allow_unused_weights)
     layers = layer_shapes(planned.program)
     in_process = netstack.in_process(config.launch.scheme)
@@ -358,7 +359,11 @@ def _decode_channel(facts: _RankFacts, config: EngineConfig) -> int:
     """Slots between a compute worker and one of its memory workers."""
     from lamina.workers.compute.kv_capacity import channel_bytes, inbox_geometries
 
-    rows = {"max_rows": config.batching.max_rows, "max_len": facts.max_len, "num_batches": config.topology.max_batches}
+    rows: dict[str, Any] = {
+        "max_rows": config.batching.max_rows,
+        "max_len": facts.max_len,
+        "num_batches": config.topology.max_batches,
+    }
     return channel_bytes(*inbox_geometries(facts.layers, facts.partition, facts.dtype.itemsize, **rows))
 
 

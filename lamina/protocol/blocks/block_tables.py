@@ -24,6 +24,7 @@ from lamina.protocol.step_plan import (
     RowRange,
     ScoreBlocks,
     SelectBlocks,
+    StateRows,
     StepPlan,
     StorageOp,
     SurvivingKv,
@@ -204,7 +205,7 @@ class BlockTables(SequenceBlocks):
         """
         shared, forked = dict[int, int](), dict[int, int]()
         for op in plan.ops:
-            if isinstance(op, StorageOp | SelectBlocks):
+            if isinstance(op, StorageOp | SelectBlocks | StateRows):
                 continue
             if isinstance(op, ScoreBlocks):
                 self._check_score(plan, op)

@@ -179,11 +179,12 @@ def _code() -> bytes:
 def captured_facts(model: str, dtype: str, trust_remote_code: bool, *, packed: bool = False) -> ModelFacts:
     from lamina.converter.explain import facts_of
     from lamina.models.load import max_model_len
-    from lamina.models.meta_capture import attention_calls, configuration, plan_cuts
+    from lamina.models.meta_capture import attention_calls, check_plannable, configuration, plan_cuts
     from lamina.ops import gemm
 
     backend = gemm.get("auto", 1) if packed else None
     program = plan_cuts(model, dtype=dtype, trust_remote_code=trust_remote_code, backend=backend).program
+    check_plannable(program)
     config = configuration(model, trust_remote_code=trust_remote_code)
     slices = facts_of(program)
     gemms = Counter((g.weight_bytes, g.itemsize, g.flops_per_token) for each in slices for g in each.gemms)

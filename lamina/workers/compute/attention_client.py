@@ -276,6 +276,10 @@ class AttentionClient:
         self._wait_s += time.perf_counter() - start
         return self._staging.to_device(out.unsqueeze(1))
 
+    def outputs(self, exchange: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Receive O, the only output of an exchange."""
+        return (self.o(exchange, num_rows, dtype),)
+
     def _gather(self, layer: int, out: Tensor, parts: list[Partial]) -> None:
         """Receive every worker's results: final ones go to ``out`` [R, Hq, Dv], partial ones to ``parts``, by split
         heads.

@@ -70,8 +70,8 @@ class Attention(Protocol):
         """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]."""
         ...
 
-    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """Wait for O and return it, [R, 1, Hq, Dv]."""
+    def outputs(self, exchange: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Wait for all outputs of an exchange and return them: O [R, 1, Hq, Dv], if there is no other one."""
         ...
 
     def check_errors(self) -> None:
@@ -323,7 +323,7 @@ class ComputeWorker:
 
     def _advance(self, step: RunStep, index: int) -> None:
         ids, *carry = self._pipeline.receive(step.plan, index - 1)
-        self._run(step, index, ids, (*carry, self._receive(step, index - 1)))
+        self._run(step, index, ids, (*carry, *self._receive(step, index - 1)))
 
     def _run(self, step: RunStep, index: int, ids: Tensor, inputs: tuple[Tensor, ...]) -> None:
         start = self._trace.now()
@@ -344,11 +344,11 @@ class ComputeWorker:
     def _finish(self, step: RunStep) -> StepDone | None:
         last, sampled = len(self._slices) - 1, list[SampledToken]()
         ids, *carry = self._pipeline.receive(step.plan, last - 1)
-        o = self._receive(step, last - 1)
+        outputs = self._receive(step, last - 1)
         if step.sampling_requests:
             start = self._trace.now()
             wanted = self._to_device(torch.tensor([d.row for d in step.sampling_requests]))
-            (logits,) = self._call(last, tuple(x[wanted] for x in (*carry, o)))
+            (logits,) = self._call(last, tuple(x[wanted] for x in (*carry, *outputs)))
             self._trace.add(Event.SLICE, start, step.plan, last, value=len(step.sampling_requests))
         self._client.check_errors()
         if step.sampling_requests:
@@ -372,8 +372,8 @@ class ComputeWorker:
             else None
         )
 
-    def _receive(self, step: RunStep, layer: int) -> Tensor:
-        return self._client.o(layer, len(step.token_ids), self._dtype)
+    def _receive(self, step: RunStep, exchange: int) -> tuple[Tensor, ...]:
+        return self._client.outputs(exchange, len(step.token_ids), self._dtype)
 
     def _call_plain(self, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         start = time.perf_counter()
@@ -431,6 +431,10 @@ class BufferedSends:
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._parts.setdefault("kv", []).append((k, v))
+
+    def mix(self, layer: int, *inputs: Tensor) -> None:
+        self._layer = layer
+        self._parts.setdefault("mix", []).append(inputs)
 
     def forward(self, pool: Any, rows: int) -> None:
         """Send the first ``rows`` rows to ``pool``, which has the methods of AttentionClient."""

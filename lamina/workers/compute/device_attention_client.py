@@ -119,6 +119,10 @@ class DeviceAttentionClient:
                 part.copy_(target)
         return out
 
+    def outputs(self, exchange: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Receive O, the only output of an exchange."""
+        return (self.o(exchange, num_rows, dtype),)
+
     def check_errors(self) -> None:
         """Raise errors of messages; RefusedError if a memory worker closed its channel because it refused a plan."""
         try:

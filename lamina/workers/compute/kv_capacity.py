@@ -20,12 +20,14 @@ from lamina.protocol.kv_placement import KvPlacement
 from lamina.protocol.loan_placement import free_stripes_by_shard, longest_sequence
 from lamina.protocol.sparse_layers import max_kept_tokens, selecting_layers, sparse_layers
 from lamina.protocol.step_plan import BindReply, LayerShape
+from lamina.workers.mixer_messages import MostBytes
 
 SLOTS_PER_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 LEAST_BLOCKS = 2
 KV_SLOTS = 8  # layers that a prefill worker may be ahead of a memory worker
 STORED_SLOTS = 4  # notices of stored K and V that a prefill worker may leave unread, and one more
+NO_MIXERS = MostBytes()
 MAX_CACHED_PROMPTS = 8  # the store of a prefill worker is sized for so many of the longest prompts
 PROMPT_CACHE_MEMORY_SHARE = 1 / 8  # share of a host's free memory for all these stores; each holds one prompt at least
 OS_PAGE_BYTES = 4096
@@ -39,13 +41,15 @@ def inbox_geometries(
     max_rows: int,
     max_len: int,
     num_batches: int = 1,
+    mixed: MostBytes = NO_MIXERS,
 ) -> tuple[Geometry, Geometry]:
     """Return the inboxes of a memory worker and of the compute worker. They hold messages of up to ``max_rows`` rows,
-    of sequences of up to ``max_len`` tokens.
+    of sequences of up to ``max_len`` tokens. ``mixed``: the largest messages of recurrent layers.
     """
     most = max_message_sizes(layers, partition, itemsize, max_rows=max_rows, stripes=max_stripes(partition, max_len))
-    slots = SLOTS_PER_BATCH * num_batches + 1
-    out_bytes, in_bytes = max(LEAST_SLOT_BYTES, most.q, most.kv), max(LEAST_SLOT_BYTES, most.o)
+    slots = (SLOTS_PER_BATCH + (mixed.sent > 0)) * num_batches + 1
+    out_bytes = max(LEAST_SLOT_BYTES, most.q, most.kv, mixed.sent)
+    in_bytes = max(LEAST_SLOT_BYTES, most.o, mixed.received)
     return _inbox(slots, out_bytes, max_rows), _inbox(slots, in_bytes, max_rows)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from lamina import netstack
+from lamina.config.partition import state_shares
 from lamina.config.resolve import LayerPath, layer_path
 from lamina.kv.stored_format import stored_dtype
 from lamina.ops import attention, collective
@@ -18,12 +19,14 @@ from lamina.ops.collective import RankLocation
 from lamina.ops.collective.collective_choice import choose_and_open
 from lamina.ops.collective.mesh import connect_mesh, listener_terms
 from lamina.protocol.control import ComputeReady, Connect, Loaded
+from lamina.protocol.mixers import MixerShape
 from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest, ProtocolError
 from lamina.workers.cuda_graphs import GraphedProgram
 from lamina.workers.device_selection import CPU
 from lamina.workers.device_transport import can_use_device_path
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import available_bytes
+from lamina.workers.mixer_messages import heads_of, largest_messages, mixer_pieces, num_state_slots, state_bytes
 
 from .attention_client import AttentionClient, MemoryWorkerClient, RefusedError
 from .compute_worker import Attention, ComputeWorker
@@ -33,6 +36,7 @@ from .epoch_group import EpochGroup
 from .kv_capacity import check_longest_sequence, choose_kv_bytes, inbox_geometries
 from .kv_identity import kv_identity
 from .kv_parity import parity_bind, parity_layers
+from .mixer_client import HybridClient, send_operands
 from .model_server import CutModel, ModelServer, serve
 from .native_attention_client import open_attention_client
 from .pipeline_comm import PIPELINE_LISTENER_TERMS, PipelineChannels
@@ -205,7 +209,9 @@ class ComputeServer(ModelServer):
         if ring and start.replica:
             ring.wait_for_previous()
         rows = {"max_rows": start.batching.max_rows, "max_len": cut.max_len, "num_batches": start.topology.max_batches}
-        outbound, inbound = inbox_geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
+        mixers = self._mixers()
+        most = largest_messages(mixers, partition.num_workers, start.batching.max_rows)
+        outbound, inbound = inbox_geometries(cut.layers, partition, cut.dtype.itemsize, **rows, mixed=most)
         kernels = self._layer_path(kernels=True) is LayerPath.DEVICE
         terms = netstack.Terms(outbound=outbound, inbound=inbound, name=start.name)
         links, bounds = list[MemoryWorkerClient](), list[BindReply]()
@@ -225,6 +231,7 @@ class ComputeServer(ModelServer):
             else:
                 direct = self._layer_path(kernels=can_use_device_path(channel, self.staging)) is LayerPath.DEVICE
                 bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, direct=direct), bounds))
+                send_operands(links[-1], mixers, cut.recurrent.operands)
         parity = self._join_parity(last(kernels=False), meeting, bounds[0]) if last else None
         own, more = sum(b.kv_bytes for b in bounds), start.topology.extra_kv_bytes(start.devices.kv_bytes())
         check_longest_sequence(bounds, cut.max_len, start.kv.block_size, own, more)
@@ -234,6 +241,9 @@ class ComputeServer(ModelServer):
         if ring and start.replica + 1 < self.replicas:
             ring.let_next_go()
         merging = self._merging(cut, bounds[0].backend)
+        if mixers:
+            pool = AttentionClient(links, partition, cut.layers, merging, self.staging)
+            return HybridClient(pool, cut.recurrent.exchanges, mixers, self.staging), bounds
         if path is LayerPath.HOST:
             return open_attention_client(links, partition, cut.layers, merging, cut.dtype, self.staging, parity), bounds
         pool = AttentionClient(links, partition, cut.layers, merging, self.staging)
@@ -250,9 +260,18 @@ class ComputeServer(ModelServer):
             link.bind(parity_bind(self._bind(meeting, 0), bound.backend, bound.kv_bytes))
         return link
 
+    def _mixers(self) -> list[MixerShape]:
+        """Return the recurrent layers with their shares."""
+        topology, cut = self.start.topology, self._cut
+        weights = topology.of_rank(topology.normalized_weights, self.start.rank)
+        return [
+            structs.replace(mixer, shares=state_shares(topology.partition, cut.partition, heads_of(mixer), weights))
+            for mixer in cut.recurrent.shapes
+        ]
+
     def _layer_path(self, *, kernels: bool) -> LayerPath:
         topology = self.start.topology
-        kernels = kernels and not topology.kv_parity
+        kernels = kernels and not topology.kv_parity and not self._cut.recurrent.shapes
         return layer_path(self._cut.partition, self.replicas, topology.prefill_workers, kernels=kernels)
 
     def _bind_next(self, link: MemoryWorkerClient, bind: BindRequest, bounds: list[BindReply]) -> BindReply:
@@ -281,7 +300,9 @@ class ComputeServer(ModelServer):
         start, cut = self.start, self._cut
         pool = start.topology.pool_bytes(start.devices.kv_bytes())
         asked = meeting.kv_bytes[worker] if meeting.kv_bytes else pool
-        prefill_workers = start.topology.prefill_workers
+        prefill_workers, mixers = start.topology.prefill_workers, self._mixers()
+        slots = num_state_slots(start.batching.max_num_seqs, start.topology.max_batches) if mixers else 0
+        states = slots * state_bytes(mixer_pieces(mixers, worker))
         wanted = partial(
             choose_kv_bytes,
             cut.layers,
@@ -299,7 +320,7 @@ class ComputeServer(ModelServer):
             layers=cut.layers,
             dtype=str(cut.dtype).removeprefix("torch."),
             kv=start.kv,
-            kv_bytes=asked or wanted(free=available_bytes() // start.topology.tensor_parallel_size),
+            kv_bytes=asked or states + wanted(free=available_bytes() // start.topology.tensor_parallel_size),
             max_kv_bytes=0 if asked else wanted(free=NO_LIMIT),
             max_rows=start.batching.max_rows,
             max_model_len=cut.max_len,
@@ -307,6 +328,9 @@ class ComputeServer(ModelServer):
             prefill_workers=prefill_workers,
             prefill_pipeline=start.topology.prefill_pipeline,
             device_path=direct,
+            mixers=mixers,
+            exchanges=[*cut.recurrent.exchanges],
+            state_slots=slots,
         )
 
 

@@ -12,6 +12,8 @@ import torch
 from msgspec import structs
 
 from lamina import netstack
+from lamina.config.conflicts import HYBRID_MODEL, conflicts_of
+from lamina.config.engine_config import EngineConfig
 from lamina.config.partition import Partition
 from lamina.config.resolve import max_sequence_length
 from lamina.env import cluster_key
@@ -42,6 +44,7 @@ from lamina.protocol.control import (
     TraceRequest,
     split_step_done,
 )
+from lamina.protocol.mixers import NO_RECURRENT_LAYERS, RecurrentLayers
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import BindReply, LayerShape, ProtocolError
 from lamina.workers.control_loop import ControlLoop
@@ -102,6 +105,12 @@ class CutModel(NamedTuple):
     max_len: int
     partition: Partition
     backend: LinearBackend
+    recurrent: RecurrentLayers = NO_RECURRENT_LAYERS
+
+    @property
+    def num_exchanges(self) -> int:
+        """The number of exchanges with memory workers in a step."""
+        return len(self.recurrent.exchanges) or len(self.layers)
 
 
 class ModelServer:
@@ -180,7 +189,7 @@ class ModelServer:
     def load_and_cut(self) -> CutModel:
         """Load the model and cut it at its attention operators. Raises ModelError, ValueError."""
         from lamina.models.capture_cache import can_cache
-        from lamina.models.convert import convert_model, layer_shapes
+        from lamina.models.convert import convert_model, layer_shapes, recurrent_layers
         from lamina.models.load import load
 
         start = self.start
@@ -216,9 +225,21 @@ class ModelServer:
             patience_s = start.deadlines.start_timeout_s / 2
             packing.choose_packing(program, backend, available_bytes, start.topology, start.devices, patience_s)
         layers, dtype = layer_shapes(program), program.calls[0].q.dtype
+        recurrent = recurrent_layers(program)
+        if recurrent.shapes:
+            self._check_hybrid()
         program = self.staging.move_program(self.own_slices(program, len(layers)))
         partition = self._partition(layers, max_len)
-        return CutModel(program, loaded, layers, dtype, max_len, partition, backend)
+        return CutModel(program, loaded, layers, dtype, max_len, partition, backend, recurrent)
+
+    def _check_hybrid(self) -> None:
+        """Raise ValueError for options that do not go with recurrent layers."""
+        start = self.start
+        config = EngineConfig(
+            model=start.model, kv=start.kv, batching=start.batching, topology=start.topology, devices=start.devices
+        )
+        for line in conflicts_of(HYBRID_MODEL, config):
+            raise ValueError(line)
 
     def _partition(self, layers: list[LayerShape], max_len: int) -> Partition:
         topology = self.start.topology
@@ -249,7 +270,7 @@ class ModelServer:
         return ComputeReady(
             epoch=epoch,
             vocab_size=cut.loaded_model.config.get_text_config().vocab_size,
-            num_layers=len(cut.layers),
+            num_layers=cut.num_exchanges,
             max_model_len=cut.max_len,
             dtype=str(cut.dtype).removeprefix("torch."),
             eos_token_ids=list(cut.loaded_model.eos_token_ids),
@@ -258,6 +279,7 @@ class ModelServer:
             )._asdict(),
             block_size=self.start.kv.block_size,
             kv_bytes=[b.kv_bytes for b in bounds],
+            state_shards=[b.state_shards for b in bounds] if cut.recurrent.shapes else [],
             summary={
                 **_summary(cut),
                 "attention": bounds[0].backend,

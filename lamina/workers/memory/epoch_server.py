@@ -46,6 +46,7 @@ from .kv_transfer.live_migration import LiveMigration
 from .kv_transfer.prefill_receive import IDLE_S, PrefillReceiver
 from .layer_loop.device_loop import DeviceLayerLoop
 from .layer_loop.host_loop import RESERVE_S, HostLayerLoop, ParityLayerLoop
+from .layer_loop.hybrid_loop import HybridLayerLoop
 from .layer_loop.native_loop import NativeLayerLoop, can_use_native_loop
 from .offload.page_transfers import PageTransfers
 from .worker_counters import Counters
@@ -147,6 +148,7 @@ class EpochServer:
         self._inbox = MessageInbox(self._channels, meter, epoch)
         self._awaits_host_channel = False  # True if a second channel, for messages of hosts, is still due
         self._store = self._bind(open_store)
+        self._receive_operands()
         if self._store.bind_request.prefill_workers:
             self._inbox.grants = PrefillReceiver(self._store, meter, trace, clock, epoch)
         self._device_layers: DeviceLayerLoop | None = None
@@ -235,6 +237,8 @@ class EpochServer:
         form = NativeLayerLoop if can_use_native_loop(self._store, replicas) else HostLayerLoop
         if self._store.bind_request.parity:
             form = ParityLayerLoop
+        elif self._store.states:
+            form = HybridLayerLoop
         loads = self.page_transfers.loader if self.page_transfers else None
         return form(replicas, self._inbox, self._store, self._meter, self._trace, loads)
 
@@ -339,6 +343,18 @@ class EpochServer:
             self._send(channel, MessageKey(answer), text)
             if answer == MessageKind.BOUND:
                 return store
+
+    def _receive_operands(self) -> None:
+        """Receive what all tokens share in each recurrent layer. Raises ProtocolError."""
+        states = self._store.states
+        for number, piece in enumerate(states.pieces if states else ()):
+            if states is None or piece is None:
+                continue
+            arrival = self._inbox.receive(self._channels[0])
+            if (key := MessageKey.unpack(arrival.tag)) != MessageKey(MessageKind.OPERANDS, layer=number):
+                raise ProtocolError(f"{key} in place of the operands of recurrent layer {number}")
+            states.set_operands(number, arrival.data)
+            self._channels[0].release(arrival)
 
     def _check_name(self, channel: Channel, number: int) -> None:
         """Raise ProtocolError if ``channel`` does not belong to the worker of that number."""

@@ -47,6 +47,7 @@ from lamina.workers.staging import EMPTY_BYTES, open_staging
 from .committed_tokens import CommittedTokens
 from .kv_checksums import BlockChecksums
 from .lease_limits import check_lease
+from .state_store import StateStore, bound_state_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,6 +97,7 @@ class KvStore:
         self.placement = KvPlacement(
             partition.num_kv_shards, partition.stripe_chunks * CHUNK_TOKENS, partition.single_shard
         )  # in tokens
+        self.states = StateStore(bind, device) if bind.mixers else None
         form = store_shape(bind, kv_bytes)
         self.pieces = form.pieces
         self.equal_pieces = [self.pieces.index(x) for x in self.pieces]  # layer -> the first layer with the same pieces
@@ -120,6 +122,7 @@ class KvStore:
             num_blocks=form.num_blocks,
             backend=name_of(self.backend),
             kv_bytes=kv_bytes,
+            state_shards=self.states.kv_shards if self.states else None,
         )
 
     def allocate_next_layer(self) -> list[StoredPiece]:
@@ -157,6 +160,8 @@ class KvStore:
         for each in keep:
             if any(self.tables.surviving_blocks(each) or ()) and had.get(each.sequence, 0) < each.length:
                 raise PlanError(f"sequence {each.sequence}: {each.length} tokens are to survive, but were not written")
+        if self.states:
+            self.states.versions.reconcile(keep)
         self.tables.reconcile(keep)
         self.committed.reconcile(keep)
         self.apply_block_copies()
@@ -193,7 +198,11 @@ class KvStore:
         again = self.tables.is_replay(plan)
         if not again:
             self.committed.check(plan, self.tables.block_size)
+        if self.states:
+            self.states.versions.check(plan, is_replay=again)
         self.tables.apply(plan)
+        if self.states:
+            self.states.begin(plan, is_replay=again)
         if self.checksums:
             self.checksums.before_other_writes(plan)
         self.committed.begin(plan, is_replay=again)
@@ -293,7 +302,7 @@ def store_shape(bind: BindRequest, kv_bytes: int) -> StoreShape:
         )
     stripe_blocks = bind.partition.stripe_chunks * CHUNK_TOKENS // size
     num_blocks = split_memory(
-        kv_bytes,
+        _without_states(bind, kv_bytes),
         block_bytes,
         windows,
         lanes,
@@ -305,6 +314,17 @@ def store_shape(bind: BindRequest, kv_bytes: int) -> StoreShape:
         max_kept_tokens=[max_kept_tokens(bind.kv) * g.sparse for g in groups],
     )
     return StoreShape(windows, lanes, sparse if any(sparse) else [], stripe_blocks, pieces, num_blocks)
+
+
+def _without_states(bind: BindRequest, kv_bytes: int) -> int:
+    """Return the bytes that recurrent states leave to KV blocks. Raises ValueError if they leave none."""
+    taken = bound_state_bytes(bind)
+    if taken and taken >= kv_bytes:
+        raise ValueError(
+            f"memory worker {bind.worker}: {bind.state_slots} recurrent states take {taken} bytes of {kv_bytes}, and "
+            f"none are left for KV: raise --kv-cache-memory-bytes, or lower --max-num-seqs"
+        )
+    return kv_bytes - taken
 
 
 def shapes_by_layer(bind: BindRequest) -> list[list[Shape]]:

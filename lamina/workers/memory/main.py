@@ -24,7 +24,6 @@ from lamina.protocol.control import (
     LinkClosedError,
     MemoryReady,
     Quiesce,
-    Quiesced,
     RateRequest,
     StartMemory,
     StatsRequest,
@@ -120,7 +119,7 @@ class MemoryServer:
                         service.link.send(self._reshard(worker, door, order))
                         continue
                     if isinstance(order, Quiesce):
-                        service.link.send(Quiesced(epoch=order.epoch, surviving_tokens=worker.surviving_tokens()))
+                        service.link.send(worker.quiesced(order.epoch))
                         continue
                     try:
                         worker.leave_epochs_before(self.next_epoch)

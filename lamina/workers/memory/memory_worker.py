@@ -21,7 +21,7 @@ from lamina.kv.pages import PROMPT, Provenance
 from lamina.kv.storage import StorageBackend, StorageConfig, StorageError, open_storage
 from lamina.netstack import Channel, ChannelError, ChannelTimeout, Fabric
 from lamina.observe.trace import NULL_RECORDER, Recorder
-from lamina.protocol.control import Connect
+from lamina.protocol.control import Connect, Quiesced
 from lamina.protocol.offload_messages import MAX_LISTED_PAGES, LoadReady, OffloadConfig, StoredPages, TransferDone
 from lamina.protocol.reshard import RebuildKv, Reshard
 from lamina.protocol.step_plan import BindRequest, BlockScoresReport, ProtocolError, StripesCopied
@@ -82,13 +82,13 @@ class MemoryWorker:
     def stats(self) -> dict[str, float]:
         """Return the counters since the start.
 
-        Seconds: attend_s, write_s, score_s (scoring stored blocks by attention), grant_s (writing K and V of prefill
-        workers), wait_s, plan_s. Counts: steps, rows, turns (one step in one layer), native_turns and graph_turns (a
-        part of turns), refused, dropped (messages of older epochs), stores (allocated ones), connects. Attention:
-        stored_bytes that were read, remote_bytes of these (of sequences whose home is another worker). Messages:
-        bytes_received, bytes_sent (payload). Offload: load_s, save_s, fetch_s, kv_loaded_bytes, kv_saved_bytes,
-        kv_peer_bytes (loaded from another host), kv_fetched_pages, kv_failed_transfers. KV from other memory workers:
-        move_s, move_cpu_s, moved_bytes.
+        Seconds: attend_s, write_s, mix_s (recurrent layers), score_s (scoring stored blocks), grant_s (K and V of
+        prefill workers), wait_s, plan_s. Counts: steps, rows, turns (one step in one layer), native_turns and
+        graph_turns (a part of turns), refused, dropped (messages of older epochs), stores (allocated ones), connects.
+        Attention: stored_bytes that were read, remote_bytes of these (of sequences whose home is another worker).
+        Messages: bytes_received, bytes_sent (payload). Offload: load_s, save_s, fetch_s, kv_loaded_bytes,
+        kv_saved_bytes, kv_peer_bytes (loaded from another host), kv_fetched_pages, kv_failed_transfers. KV from other
+        memory workers: move_s, move_cpu_s, moved_bytes.
 
         Safe from any thread.
         """
@@ -297,6 +297,15 @@ class MemoryWorker:
                     stored, keys=self._pages.set_locations(self.transfers.whole_page_fragments, stored.keys)
                 )
             )
+
+    def quiesced(self, epoch: int) -> Quiesced:
+        """Return what is stored of each sequence in all layers. Only for the thread that serves, between two epochs."""
+        states = self.store.states if self.store else None
+        return Quiesced(
+            epoch=epoch,
+            surviving_tokens=self.surviving_tokens(),
+            state_versions=states.versions.report() if states else {},
+        )
 
     def surviving_tokens(self) -> dict[int, int]:
         """Return, for each sequence, the number of tokens stored in all layers. Only for the thread that serves,

@@ -11,7 +11,9 @@ class Counters:
     """Seconds, counts and bytes by name; MemoryWorker.stats describes them."""
 
     def __init__(self) -> None:
-        names = "attend_s write_s score_s grant_s wait_s plan_s steps rows turns native_turns graph_turns refused "
+        names = (
+            "attend_s write_s score_s mix_s grant_s wait_s plan_s steps rows turns native_turns graph_turns refused "
+        )
         names += "dropped stores connects stored_bytes bytes_received bytes_sent load_s save_s fetch_s kv_loaded_bytes "
         names += "kv_saved_bytes kv_peer_bytes kv_fetched_pages kv_failed_transfers move_s move_cpu_s moved_bytes "
         names += "remote_bytes"

@@ -145,6 +145,10 @@ class LocalAttention:
         self._trace.add(Event.NEW, start, step.plan, layer)
         return out
 
+    def outputs(self, exchange: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Receive O, the only output of an exchange."""
+        return (self.o(exchange, num_rows, dtype),)
+
     def check_errors(self) -> None:
         """Do nothing: there are no messages whose errors are still due."""
 

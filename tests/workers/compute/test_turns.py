@@ -40,6 +40,9 @@ class FakePool:
     def o(self, layer: int, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.full((rows, 1), float(layer))
 
+    def outputs(self, exchange: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (self.o(exchange, num_rows, dtype),)
+
     def check_errors(self) -> None: ...
 
 

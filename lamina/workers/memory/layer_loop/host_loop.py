@@ -66,6 +66,10 @@ class HostLayerLoop:
             self._loads.collect()  # else its rows would be counted before the loaded tokens that precede them
         self._store.committed.commit(step.plan.rows)
 
+    def _exchange_of(self, layer: int) -> int:
+        """Return the number of the exchange of an attention layer, which is that of the slice before it."""
+        return layer
+
     def _serve_layer(self, step: AttentionStep, layer: int) -> None:
         """Serve one layer of a step; K, V are written while the next slice runs. Receives Q and attends the stored
         tokens; receives K, V and attends the new ones. Then sends O and releases the received messages: the inbox has
@@ -75,12 +79,13 @@ class HostLayerLoop:
             self._inbox.grants.receive_overdue()
         meter, trace, messages = self._meter, self._trace, step.messages(layer)
         overlap = self._store.bind_request.kv.overlap
-        source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
-        q_arrival = self._receive(step, layer, MessageKind.Q, messages.q_bytes)
+        exchange = self._exchange_of(layer)
+        source, reply = (self._channels[step.plan.replica_of(i)] for i in (exchange, exchange + 1))
+        q_arrival = self._receive(step, layer, MessageKind.Q, messages.q_bytes, exchange)
         q = self._message(q_arrival)
         if overlap:
             stored = self._attend_stored(step, layer, q)
-        kv_arrival = self._receive(step, layer, MessageKind.KV, messages.kv_bytes)
+        kv_arrival = self._receive(step, layer, MessageKind.KV, messages.kv_bytes, exchange)
         kv = self._message(kv_arrival)
         if not overlap:
             stored = self._attend_stored(step, layer, q)
@@ -135,14 +140,16 @@ class HostLayerLoop:
         self._meter.add("stored_bytes", step.stored_bytes(layer))
         return stored
 
-    def _receive(self, step: AttentionStep, layer: int, kind: MessageKind, nbytes: int) -> Arrival | None:
-        """Return the next layer message of the step's replica, which must be this one; None if it has no bytes. Raises
-        ProtocolError.
+    def _receive(
+        self, step: AttentionStep, layer: int, kind: MessageKind, nbytes: int, exchange: int
+    ) -> Arrival | None:
+        """Return the next layer message of the step's replica in an exchange, which must be this one; None if it has no
+        bytes. Raises ProtocolError.
         """
         if not nbytes:
             return None
         key, start = MessageKey.for_step(kind, step.plan, layer), self._trace.now()
-        while (arrival := self._inbox.next_message(step.plan.replica_of(layer))) is None:
+        while (arrival := self._inbox.next_message(step.plan.replica_of(exchange))) is None:
             pass
         got = MessageKey.unpack(arrival.tag)
         if got != key or arrival.data.nbytes != nbytes:
@@ -157,7 +164,7 @@ class ParityLayerLoop(HostLayerLoop):
     def _serve_layer(self, step: AttentionStep, layer: int) -> None:
         if self._inbox.grants is not None:
             self._inbox.grants.receive_overdue()
-        arrival = self._receive(step, layer, MessageKind.KV, step.messages(layer).kv_bytes)
+        arrival = self._receive(step, layer, MessageKind.KV, step.messages(layer).kv_bytes, layer)
         if arrival is None:
             return
         start = self._trace.now()

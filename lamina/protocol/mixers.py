@@ -1,0 +1,42 @@
+"""The recurrent layers of a model, as a Bind describes them, and the exchanges of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from lamina.config.partition import HeadShare
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MixerShape(msgspec.Struct, frozen=True, array_like=True):
+    """One recurrent layer, all heads. Its operands come once after the Bind, and each worker gets its part of them."""
+
+    spec: str  # RecurrenceSpec.encode()
+    dtypes: list[str]  # of its inputs, in the order of RecurrenceSpec.input_columns; the first is also the output's
+    operand_dtypes: list[str]  # in the order of RecurrenceSpec.static_shapes
+    shares: list[HeadShare] = []  # who has which heads, of the sequences in which KV shards
+
+
+class Exchange(msgspec.Struct, frozen=True, array_like=True):
+    """The operators between two slices: number of the attention layer, and of the recurrent layer; -1: none."""
+
+    layer: int = -1
+    mixer: int = -1
+
+
+class RecurrentLayers(NamedTuple):
+    """The recurrent layers of a cut model, without shares, and its exchanges; all are empty if it has no such layer.
+    ``operands``: of each layer what all tokens share, in the order of RecurrenceSpec.static_shapes.
+    """
+
+    exchanges: Sequence[Exchange] = ()
+    shapes: Sequence[MixerShape] = ()
+    operands: Sequence[Sequence[Tensor]] = ()
+
+
+NO_RECURRENT_LAYERS = RecurrentLayers()

@@ -1,0 +1,118 @@
+"""Versions of recurrent states: named by tokens, kept until a step is done, refused if one is missing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lamina.config.partition import KvShards
+from lamina.ops.recurrence.segments import ZEROS
+from lamina.protocol.blocks.extents import NoBlocksError, PlanError
+from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StateRows, StepPlan, SurvivingKv
+from lamina.workers.memory.state_versions import StateVersions
+
+
+def plan(step: int, *rows: RowRange, ops: tuple[SequenceOp, ...] = ()) -> StepPlan:
+    return StepPlan(step=step, ops=[*ops], rows=[*rows])
+
+
+def apply(versions: StateVersions, each: StepPlan) -> list[tuple[int, int]]:
+    """Apply and complete a plan. Returns, by segment, the slots that are read and written."""
+    versions.check(each)
+    segments = versions.begin(each)
+    versions.commit(each.rows)
+    return [(segment.read, segment.write) for segment in segments]
+
+
+def test_a_row_reads_the_version_of_its_position_and_older_ones_stay_until_they_are_not_needed() -> None:
+    versions = StateVersions(3, lambda row: True)
+    ((read, first),) = apply(versions, plan(0, RowRange(7, 0, 5), ops=(New(7), StateRows(7, 0, 5))))
+    assert read == ZEROS
+    ((read, second),) = apply(versions, plan(1, RowRange(7, 5, 1), ops=(StateRows(7, 0),)))
+    assert read == first
+    ((read, third),) = apply(versions, plan(2, RowRange(7, 6, 1), ops=(StateRows(7, 5),)))
+    assert read == second
+    assert len({first, second, third}) == 3
+    assert versions.report() == {7: [5, 6, 7]}
+    with pytest.raises(NoBlocksError, match="step 3 needs 4 states, and there are 3"):
+        versions.check(plan(3, RowRange(7, 7, 1), ops=(StateRows(7, 5),)))
+    ((read, fourth),) = apply(versions, plan(3, RowRange(7, 7, 1), ops=(StateRows(7, 6),)))
+    assert (read, fourth) == (third, first)
+    apply(versions, plan(4, ops=(Free(7),)))
+    assert (versions.num_free, versions.report()) == (3, {})
+
+
+def test_a_missing_version_is_refused_and_nothing_changes() -> None:
+    versions = StateVersions(3, lambda row: True)
+    apply(versions, plan(0, RowRange(7, 0, 5), ops=(New(7),)))
+    with pytest.raises(PlanError, match=r"sequence 7: rows from position 4 on, and its state is here after \[5\] tok"):
+        versions.check(plan(1, RowRange(7, 4, 1)))
+    with pytest.raises(PlanError, match="sequence 8: rows from position 1 on, and its state is here after no tokens"):
+        versions.check(plan(1, RowRange(8, 1, 1), ops=(New(8),)))
+    assert versions.report() == {7: [5]}
+
+
+def test_a_step_that_comes_again_reads_what_it_read_and_a_half_done_one_is_not_reported() -> None:
+    versions = StateVersions(3, lambda row: True)
+    ((_, slot),) = apply(versions, plan(0, RowRange(7, 0, 5), ops=(New(7),)))
+    again = plan(1, RowRange(7, 5, 2), ops=(StateRows(7, 5),))
+    versions.check(again)
+    (segment,) = versions.begin(again)
+    assert segment.read == slot
+    assert versions.report() == {7: [5]}
+    versions.check(again, is_replay=True)
+    (segment,) = versions.begin(again, is_replay=True)
+    assert segment.read == slot != segment.write
+    versions.reconcile([SurvivingKv(7, 5)])
+    assert (versions.report(), versions.num_free) == ({7: [5]}, 2)
+
+
+def test_a_fork_shares_a_version_that_either_sequence_may_outlive() -> None:
+    versions = StateVersions(3, lambda row: True)
+    ((_, slot),) = apply(versions, plan(0, RowRange(7, 0, 5), ops=(New(7),)))
+    ((read, _),) = apply(versions, plan(1, RowRange(8, 5, 1), ops=(Fork(8, 7, 5), Free(7))))
+    assert read == slot
+    assert versions.report() == {8: [5, 6]}
+    with pytest.raises(PlanError, match="cannot fork 4 tokens of sequence 8: no such state is here"):
+        versions.check(plan(2, ops=(Fork(9, 8, 4),)))
+
+
+def test_only_sequences_of_own_shards_have_states_here() -> None:
+    own = KvShards((True, False))
+    versions = StateVersions(3, lambda row: row.location.kv_shard in own)
+    rows = RowRange(7, 0, 5, KvLocation(1)), RowRange(8, 0, 2, KvLocation(0))
+    assert len(apply(versions, plan(0, *rows, ops=(New(7), New(8))))) == 1
+    assert versions.report() == {8: [2]}
+    versions.reconcile([SurvivingKv(7, 5, KvLocation(1)), SurvivingKv(8, 2, KvLocation(0))])
+    with pytest.raises(PlanError, match="sequence 8: its state after 1 tokens is not here"):
+        versions.reconcile([SurvivingKv(8, 1, KvLocation(0))])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_slot_is_written_while_a_version_in_it_may_be_read(seed: int) -> None:
+    """Random steps, with a record of the content of each slot."""
+    draw, versions = random.Random(seed), StateVersions(12, lambda row: True)
+    contents: dict[int, tuple[int, int]] = {}  # slot -> sequence, tokens
+    lengths: dict[int, int] = {}
+    done: dict[int, int] = {}
+    for step in range(300):
+        ops, rows = list[SequenceOp](), list[RowRange]()
+        for sequence in list(lengths):
+            if draw.random() < 0.1:
+                ops.append(Free(sequence))
+                del lengths[sequence], done[sequence]
+        if len(lengths) < 4:
+            ops.append(New(step))
+            lengths[step] = done[step] = 0
+        before = dict(lengths)
+        for sequence, length in lengths.items():
+            if draw.random() < 0.7:
+                ops.append(StateRows(sequence, done[sequence]))
+                rows.append(RowRange(sequence, length, draw.randint(1, 3)))
+        for row, (read, write) in zip(rows, apply(versions, plan(step, *rows, ops=tuple(ops))), strict=True):
+            assert read == ZEROS if not row.first else contents[read] == (row.sequence, row.first)
+            contents[write] = row.sequence, row.first + row.count
+            lengths[row.sequence] += row.count
+        done = {sequence: before[sequence] for sequence in lengths}
