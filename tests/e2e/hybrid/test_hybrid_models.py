@@ -20,7 +20,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"memory_workers": 2, "transport": "tcp", "prefill_chunk": 7},
     {"memory_workers": 3, "transport": "shm", "prefill_chunk": 16},
     {"memory_workers": 2, "transport": "tcp", "partition": "request", "prefill_chunk": 7},
-    {"memory_workers": 3, "transport": "shm", "partition": "request", "pipeline": "2"},
+    {"memory_workers": 3, "transport": "shm", "partition": "request", "pipeline": 2},
 ]
 
 

@@ -73,7 +73,8 @@ def greedy_without_states(model: Any, prompt: Sequence[int], count: int) -> list
         for layer in done.past_key_values.layers:
             for states in (getattr(layer, "conv_states", None), getattr(layer, "recurrent_states", None)):
                 for state in states.values() if isinstance(states, dict) else states or ():
-                    state.zero_()
+                    if state is not None:
+                        state.zero_()
         done = model(torch.tensor([tokens[-1:]]), past_key_values=done.past_key_values, use_cache=True)
         tokens.append(int(done.logits[0, -1].argmax()))
     return tokens
