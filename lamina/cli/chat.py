@@ -48,7 +48,9 @@ class Speaker(Protocol):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
-    parser.add_argument("model", metavar="MODEL|URL", help="a directory or hub id, or a server: http://127.0.0.1:8000")
+    parser.add_argument(
+        "model", metavar="MODEL|URL", help="a directory, a GGUF file or a hub id, or a server: http://127.0.0.1:8000"
+    )
     parser.add_argument("--system", default="", help="the system prompt (default: none)")
     parser.add_argument("--api-key", default="", help="the key of a server at URL; better LAMINA_API_KEY")
     parser.add_argument("--temperature", type=float, help="0 = greedy (default: the model's)")
@@ -88,7 +90,8 @@ class _Server:
         check_key(key := key.partition(",")[0].strip(), "LAMINA_API_KEY, or --api-key,")
         self._url, self._sampling = url.rstrip("/").removesuffix("/v1"), sampling
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        models = send_request(self._url, "/v1/models", key, ASK_S, "data")
+        keyless = "set LAMINA_API_KEY to a key of that server"
+        models = send_request(self._url, "/v1/models", key, ASK_S, "data", keyless=keyless)
         try:
             self.name = msgspec.convert(models, _Models).data[0].id
         except (msgspec.ValidationError, IndexError):

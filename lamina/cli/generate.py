@@ -45,7 +45,7 @@ _TYPES = {"logprobs": int}  # where the default is None
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
-    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("model", help="a directory, a GGUF file or a hub id")
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
     parser.add_argument("--prompt-file", help="a file with one prompt a line; - for standard input")
     parser.add_argument("--json", action="store_true", help="one JSON line for each prompt, once it is finished")

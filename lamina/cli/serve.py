@@ -53,7 +53,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": st
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
-    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("model", help="a directory, a GGUF file or a hub id")
     if isinstance(parser, Parser):
         parser.essential = ESSENTIAL
     fields = dataclasses.fields(ServerConfig)

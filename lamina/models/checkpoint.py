@@ -68,7 +68,8 @@ def _find(source: str | os.PathLike[str], trust_remote_code: bool, weights: bool
             return path
         raise ModelError(f"{name} is a file: give the directory that holds its config.json")
     if not _HUB_ID.fullmatch(name):
-        raise ModelError(f"no such model directory: {name}")
+        kind = "GGUF file" if name.lower().endswith(".gguf") else "model directory"
+        raise ModelError(f"no such {kind}: {name}")
     patterns = [p for p in READ if weights or p != "*.safetensors"] + (["*.py"] if trust_remote_code else [])
     return _download(name, patterns)
 

@@ -37,7 +37,9 @@ bytes of Q, of K and V together (KV), and of O of layer N, between compute and m
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     parser.epilog = EPILOG
-    parser.add_argument("model", help="a directory or a hub id; with --no-weights also a configuration file")
+    parser.add_argument(
+        "model", help="a directory, a GGUF file or a hub id; with --no-weights also a configuration file"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--no-weights", action="store_true", help="plan from the configuration alone")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")

@@ -16,7 +16,9 @@ def read_yaml(path: str, where: str = "") -> Any:
         raise ImportError(f"{where} needs PyYAML: pip install 'lamina[ray]'") from error
     try:
         return yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror or error}") from error
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
 
 

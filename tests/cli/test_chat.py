@@ -132,7 +132,7 @@ def test_a_chat_with_a_server_and_its_key(tmp_path: Path, monkeypatch: pytest.Mo
             interrupt(shown)
         monkeypatch.setenv("LAMINA_API_KEY", "other")
         with terminal(server.url) as shown:
-            shown.until("lamina-launch chat: a valid API key is needed")
+            shown.until("a valid API key is needed: .*: set LAMINA_API_KEY to a key of that server")
             assert shown.end() == 2
     finally:
         server.kill()
@@ -149,6 +149,7 @@ class Foreign(ThreadingHTTPServer):
     """A server of another make. ``chunks``: its stream. ``keys``: those it was given. ``to``: redirects of methods."""
 
     def __init__(self, chunks: bytes = b"", models: object = ({"id": "m"},), **to: str) -> None:
+        self.key = ""  # that requests must bear
         self.chunks, self.models, self.to, self.keys = chunks, json.dumps({"data": models}).encode(), to, list[str]()
         super().__init__(("127.0.0.1", 0), ForeignHandler)
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -174,7 +175,10 @@ class ForeignHandler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bytes) -> None:
         self.server.keys.append(self.headers.get("Authorization", ""))
-        if to := self.server.to.get(self.command):
+        if self.server.key not in ("", self.server.keys[-1]):
+            self.send_response(401)
+            body = b'{"error": {"message": "no key"}}'
+        elif to := self.server.to.get(self.command):
             self.send_response(302)
             self.send_header("Location", to + self.path)
         else:
@@ -257,6 +261,19 @@ def test_the_first_of_a_servers_keys_is_sent(monkeypatch: pytest.MonkeyPatch) ->
     with Foreign(said("a") + END) as server:
         assert chat_with(server, monkeypatch) == 0
         assert server.keys == ["Bearer a"] * 2
+
+
+def test_a_server_that_wants_a_key_names_its_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LAMINA_API_KEY", raising=False)
+    with Foreign(said("a") + END) as server:
+        server.key = "Bearer a"
+        assert chat_with(server, monkeypatch) == 2
+        line = "lamina-launch chat: no key: set LAMINA_API_KEY to a key of that server\n"
+        assert capsys.readouterr().err == line
+        monkeypatch.setenv("LAMINA_API_KEY", "a")
+        assert chat_with(server, monkeypatch) == 0
 
 
 def test_a_key_that_no_request_bears_is_not_shown(

@@ -152,6 +152,7 @@ def test_paths_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     refused("/no/such/place", "no such model directory: /no/such/place")
     refused("./nothing", "no such model directory: ./nothing")
+    refused("./nothing.gguf", "no such GGUF file: ./nothing.gguf")
     refused(str(tmp_path), "is no model directory: it has no config.json")
     (tmp_path / "file.bin").write_text("x")
     refused(str(tmp_path / "file.bin"), "is a file: give the directory")

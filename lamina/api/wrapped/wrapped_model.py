@@ -157,6 +157,8 @@ class WrappedModel:
         Returns [batch * num_return_sequences, length + new] on the device of the input: prompts as given, then new
         tokens up to and with an end token, then padding. Raises ValueError for an unsupported argument, by its name.
         """
+        if self.llm.pools.is_closed:
+            raise ValueError("this wrapped model is closed: wrap the model again, or use split.model.generate(...)")
         arguments = inspect.signature(self.model.generate).bind(*args, **settings).arguments
         arguments |= arguments.pop("kwargs", {})
         configs = [arguments.get("generation_config"), self.model.generation_config]

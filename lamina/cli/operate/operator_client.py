@@ -87,9 +87,10 @@ def send_request(
     method: str | None = None,
     body: Mapping[str, Any] | None = None,
     missing: str = "",
+    keyless: str = "",
 ) -> dict[str, Any]:
     """Do as ``request``, with ``key`` if it is not empty. ``method``: None = POST with a body, else GET; ``missing``:
-    how the server comes to have ``path``.
+    how the server comes to have ``path``. ``keyless``: how the caller gets a key that the server takes.
     """
     url, headers = server.rstrip("/") + path, {"Content-Type": "application/json"}
     if key:
@@ -109,6 +110,8 @@ def send_request(
         raise OSError(f"{url} does not answer: {reason}") from None
     if status == 404 and missing:
         raise ValueError(f"this server has no {path}: {missing}")
+    if status == 401 and keyless:
+        raise ValueError(f"{text or 'the server wants a key'}: {keyless}")
     raise (ValueError if status in BAD_REQUEST_STATUSES else WorkerError)(text or f"status {status}")
 
 

@@ -115,6 +115,9 @@ WORDS = {
     "content": "tokens",
     "num_beams": "n",
 }
+_INSTEAD = {
+    f"guided_{key}": f'"structured_outputs": {{"{key}": ...}}' for key in ("json", "regex", "choice", "grammar")
+}
 _TOGETHER = {"tools": "tool_choice", "functions": "function_call"}  # a field -> one that means nothing without it
 MAX_LOGGED_NAMES = 1000  # names remembered, so that clients cannot fill the memory with them
 logger = logging.getLogger(__name__)
@@ -166,4 +169,6 @@ def check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
         hint = f", or send {neutral[0]!r}" if neutral and neutral[0] not in ("", [], {}) else ""
         hint = f", and {_TOGETHER[name]} with it" if name in _TOGETHER else hint
         text = f"{name} is not supported by this server: leave it out{hint}"
+        if instead := _INSTEAD.get(name):  # older words of vLLM
+            text = f"{name} is not supported by this server: send {instead}"
         raise ApiError(400, text, param=name, code="unsupported_value")

@@ -25,7 +25,7 @@ SPARE_TOKENS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark, and all of the engine."""
-    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("model", help="a directory, a GGUF file or a hub id")
     group = parser.add_argument_group("load")
     group.add_argument("--batch-size", type=int, default=8, help="sequences that decode together")
     group.add_argument("--input-len", type=int, default=128, help="tokens of each prompt")

@@ -50,7 +50,7 @@ for each compute worker.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     parser.epilog = EPILOG
-    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("model", help="a directory, a GGUF file or a hub id")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="every axis, most of them once (the default)")
     size.add_argument("--all", action="store_true", help="every value of every axis, and combinations")

@@ -36,7 +36,7 @@ CHECKED = {"--kv-checks": "1"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
-    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("model", help="a directory, a GGUF file or a hub id")
     parser.add_argument("--faults", default=",".join(USUAL), help="what happens, in turn (default: %(default)s)")
     parser.add_argument("--count", type=int, default=20, help="hits (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=32, help="read at a time (default: %(default)s)")

@@ -222,6 +222,14 @@ def test_the_model_is_still_itself(model: Any, wrapped: Any, batch: dict[str, to
     assert wrapped.device == torch.device("cpu")
 
 
+def test_a_closed_wrapped_model_says_what_to_do(batch: dict[str, torch.Tensor]) -> None:
+    with lamina.wrap(build(), memory_workers=1, transport="loopback") as split:
+        assert split.generate(**batch, max_new_tokens=1).shape == (3, 10)
+    with pytest.raises(ValueError, match=r"this wrapped model is closed: wrap the model again, or use split\.model"):
+        split.generate(**batch, max_new_tokens=1)
+    assert split.model.generate(**batch, max_new_tokens=1).shape == (3, 10), "the model stays usable"
+
+
 def test_a_path_is_not_wrapped() -> None:
     with pytest.raises(ValueError, match="from_pretrained"):
         lamina.wrap("some/path")  # type: ignore[arg-type]

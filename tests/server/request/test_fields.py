@@ -52,6 +52,8 @@ def refused(path: str, body: dict[str, Any], service: Any = None) -> dict[str, A
         (CHAT, "x" * 5000, 1, "unknown field 'xxx"),
         ("/tokenize", "priority", 1, "priority is not supported by this server: leave it out, or send 0"),
         (COMPLETIONS, "regex", "a+", "regex is not supported"),
+        (CHAT, "guided_regex", "a+", 'not supported by this server: send "structured_outputs": {"regex": ...}'),
+        (CHAT, "guided_json", {}, 'not supported by this server: send "structured_outputs": {"json": ...}'),
         (COMPLETIONS, "json_schema", "{}", "json_schema is not supported"),
         (COMPLETIONS, "grammar", "root", "grammar is not supported"),
         (COMPLETIONS, "typical_p", 0.5, "or send 1"),
