@@ -195,6 +195,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for other, why in {
             "--partition token": "a worker compares the blocks of a head only if it has all of them",
             "--partition request": "blocks are compared only with --partition head",
+            "--memory-weights measured": "a worker compares the blocks of a head only if it has all of them",
             "--partition spill": "a worker compares the blocks of a head only if it has all of them",
             "--prefill-workers": "prefill workers do not compare blocks",
         }.items()

@@ -263,8 +263,11 @@ class WorkerGroup:
             raise type(e)(f"--memory-addresses: {e}" if named else str(e)) from None
 
     def _measure_memory_rates(self) -> None:
-        """Measure the memory workers' weights, if configured. All measure at once, as they will later read."""
-        if not self.topology.measures_weights:
+        """Measure the memory workers' weights, if configured. All measure at once, as they will later read.
+
+        With KV sparsity they stay equal, since each worker needs whole heads.
+        """
+        if not self.topology.measures_weights or self._config.kv.is_sparse:
             return
         for member in self._registry.memory:
             self._registry.send(member, RateRequest())

@@ -44,7 +44,11 @@ def tune_num_batches(engine: Engine, on_progress: OnProgress, clock: Callable[[]
 
 def _shapes(engine: Engine) -> list[tuple[int, int]]:
     """The shapes to measure, as (sequences, tokens of a prompt), limited by the room for them."""
-    batching, limit, room = engine.config.batching, engine.worker_info.max_model_len, engine.scheduler.max_sequences_of
+    batching, limit, places = engine.config.batching, engine.worker_info.max_model_len, _places(engine)
+
+    def room(length: int) -> int:
+        return int(engine.scheduler.max_sequences_of(length) / places) * places
+
     least = SHORT + _answer(engine, 1, SHORT)
     if limit < least:
         raise ValueError(
@@ -54,7 +58,7 @@ def _shapes(engine: Engine) -> list[tuple[int, int]]:
 
     def most(rows: int, prompt: int) -> int:
         fit = (r for r in range(rows, 0, -1) if prompt + _answer(engine, r, prompt) <= limit)
-        return max(1, min(next(fit, 1), batching.max_num_seqs, int(room(prompt + _answer(engine, rows, prompt)))))
+        return max(1, min(next(fit, 1), batching.max_num_seqs, room(prompt + _answer(engine, rows, prompt))))
 
     rows = sorted({most(r, SHORT) for r in ROWS})
     few = min(rows[-1], NUM_LONG_PROMPTS)
@@ -62,6 +66,12 @@ def _shapes(engine: Engine) -> list[tuple[int, int]]:
     while long > SHORT and room(long + _answer(engine, 1, long)) < 1:
         long = max(SHORT, long // 2)
     return [*((r, SHORT) for r in rows), (most(few, long), long)]
+
+
+def _places(engine: Engine) -> int:
+    """The number of places in one of which a sequence lies whole; 1 if each memory worker has a part of it."""
+    info = engine.worker_info
+    return 1 if info.stripe_blocks else len({*info.kv_shards})
 
 
 def _answer(engine: Engine, rows: int, prompt: int) -> int:
@@ -79,14 +89,19 @@ class _Probe:
         prompts = [[(i + 1) % vocab] * prompt for i in range(rows)]
         self._asked = [engine.add(ids, params, cacheable=False, accepted=True) for ids in prompts]
         self._first: RequestOutput | None = None  # output of the first sequence
+        self._no_room = (
+            f"--pipeline auto: {rows} sequences of {prompt + answer} tokens have no room: raise --kv-cache-memory-bytes"
+        )
         begun = set[int]()
         while len(begun) < rows:
-            begun |= self._note(engine.step())
-            if engine.idle:
-                raise ValueError(
-                    f"--pipeline auto: {rows} sequences of {prompt + answer} tokens have no room: raise "
-                    "--kv-cache-memory-bytes"
-                )
+            begun |= self._step()
+
+    def _step(self) -> set[int]:
+        """Run a step. Returns the requests that have grown. Raises ValueError if all have ended."""
+        grown = self._note(self._engine.step())
+        if self._engine.idle:
+            raise ValueError(self._no_room)
+        return grown
 
     def _note(self, outputs: Iterable[RequestOutput]) -> set[int]:
         outputs = list(outputs)
@@ -102,7 +117,7 @@ class _Probe:
         """The times at which the first sequence gets its next ``count`` tokens."""
         ends = list[float]()
         while len(ends) < count:
-            if self._asked[0] in self._note(self._engine.step()):
+            if self._asked[0] in self._step():
                 ends.append(clock())
         return ends
 
