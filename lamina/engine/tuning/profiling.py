@@ -82,26 +82,25 @@ def _answer(engine: Engine, rows: int, prompt: int) -> int:
 class _Probe:
     """A number of synthetic sequences, all of which decode."""
 
-    def __init__(self, engine: Engine, rows: int, prompt: int) -> None:
-        self._engine = engine
-        vocab, answer = engine.worker_info.vocab_size, _answer(engine, rows, prompt)
+    def __init__(self, engine: Engine, rows: int, prompt: int, answer: int) -> None:
+        self._engine, self._answer = engine, answer
+        vocab = engine.worker_info.vocab_size
         params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0, seed=0)
         prompts = [[(i + 1) % vocab] * prompt for i in range(rows)]
         self._asked = [engine.add(ids, params, cacheable=False, accepted=True) for ids in prompts]
         self._first: RequestOutput | None = None  # output of the first sequence
-        self._no_room = (
-            f"--pipeline auto: {rows} sequences of {prompt + answer} tokens have no room: raise --kv-cache-memory-bytes"
-        )
-        begun = set[int]()
-        while len(begun) < rows:
-            begun |= self._step()
 
-    def _step(self) -> set[int]:
-        """Run a step. Returns the requests that have grown. Raises ValueError if all have ended."""
-        grown = self._note(self._engine.step())
-        if self._engine.idle:
-            raise ValueError(self._no_room)
-        return grown
+    def begin(self) -> bool:
+        """Run steps until all decode. Returns False if the first one then has too few tokens left."""
+        begun = set[int]()
+        while len(begun) < len(self._asked) and not self._engine.idle:
+            begun |= self._note(self._engine.step())
+        return self._answer - self._length >= WARM + TRIAL + EXTRA_TOKENS // 2 and not self._engine.idle
+
+    @property
+    def _length(self) -> int:
+        """The number of output tokens of the first sequence."""
+        return len(self._first.outputs[0].token_ids) if self._first else 0
 
     def _note(self, outputs: Iterable[RequestOutput]) -> set[int]:
         outputs = list(outputs)
@@ -111,13 +110,13 @@ class _Probe:
     def finish_in_flight(self) -> int:
         """Wait for all steps in flight. Returns the number of output tokens of the first sequence."""
         self._note(self._engine.finish_in_flight())
-        return len(self._first.outputs[0].token_ids) if self._first else 0
+        return self._length
 
     def times(self, count: int, clock: Callable[[], float]) -> list[float]:
         """The times at which the first sequence gets its next ``count`` tokens."""
         ends = list[float]()
         while len(ends) < count:
-            if self._asked[0] in self._step():
+            if self._asked[0] in self._note(self._engine.step()):
                 ends.append(clock())
         return ends
 
@@ -128,9 +127,27 @@ class _Probe:
         self._engine.release_idle_blocks()
 
 
+def _begun(engine: Engine, rows: int, prompt: int) -> _Probe:
+    """Sequences that decode together. The first ones get more tokens if others take long to begin. Raises ValueError
+    if they never decode together.
+    """
+    answer, limit = _answer(engine, rows, prompt), engine.worker_info.max_model_len - prompt
+    while True:
+        probe = _Probe(engine, rows, prompt, answer)
+        if probe.begin():
+            return probe
+        probe.cancel()
+        if answer >= limit:
+            size = prompt + _answer(engine, rows, prompt)
+            raise ValueError(
+                f"--pipeline auto: {rows} sequences of {size} tokens have no room: raise --kv-cache-memory-bytes"
+            )
+        answer = min(2 * answer, limit)
+
+
 def _measured(engine: Engine, rows: int, prompt: int, n: int, clock: Callable[[], float]) -> RoundMeasurement:
     engine.scheduler.set_num_batches(n)
-    probe = _Probe(engine, rows, prompt)
+    probe = _begun(engine, rows, prompt)
     since, before = probe.finish_in_flight(), engine.executor.stats()
     times = probe.times(WARM + TRIAL, clock)
     steps, after = probe.finish_in_flight() - since, engine.executor.stats()
