@@ -45,9 +45,10 @@ def tune_num_batches(engine: Engine, on_progress: OnProgress, clock: Callable[[]
 def _shapes(engine: Engine) -> list[tuple[int, int]]:
     """The shapes to measure, as (sequences, tokens of a prompt), limited by the room for them."""
     batching, limit, places = engine.config.batching, engine.worker_info.max_model_len, _places(engine)
+    each = 2 if engine.config.kv.kv_error_budget else 1  # sequences, with the reference decode of one
 
     def room(length: int) -> int:
-        return int(engine.scheduler.max_sequences_of(length) / places) * places
+        return int(engine.scheduler.max_sequences_of(length) / places / each) * places
 
     least = SHORT + _answer(engine, 1, SHORT)
     if limit < least:
@@ -58,7 +59,7 @@ def _shapes(engine: Engine) -> list[tuple[int, int]]:
 
     def most(rows: int, prompt: int) -> int:
         fit = (r for r in range(rows, 0, -1) if prompt + _answer(engine, r, prompt) <= limit)
-        return max(1, min(next(fit, 1), batching.max_num_seqs, room(prompt + _answer(engine, rows, prompt))))
+        return max(1, min(next(fit, 1), batching.max_num_seqs // each, room(prompt + _answer(engine, rows, prompt))))
 
     rows = sorted({most(r, SHORT) for r in ROWS})
     few = min(rows[-1], NUM_LONG_PROMPTS)
