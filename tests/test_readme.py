@@ -25,7 +25,17 @@ README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*sorted(ROOT.glob("*.md")), *DOCS)}
 ALL = "\n".join(PAGES.values())
-LOOKED_UP = ("README", "conflicts", "environment", "families", "flags", "glossary", "metrics", "wrap-features")
+LOOKED_UP = (
+    "README",
+    "conflicts",
+    "environment",
+    "families",
+    "flags",
+    "glossary",
+    "metrics",
+    "together",
+    "wrap-features",
+)
 LISTS = {f"docs/{name}.md" for name in LOOKED_UP}
 SNIPPETS = re.findall(r"```python\n(.*?)```", ALL, re.DOTALL)
 ADDRESS = "http://127.0.0.1:8000"  # of the server, as printed; the tests take a free port

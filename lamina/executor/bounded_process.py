@@ -68,11 +68,8 @@ class BoundedProcess:
         the process exceeds a limit or ends, OSError if none starts.
         """
         with self._lock:
-            link = self._running(first)
-            link.limit_sends(limit_s)
             try:
-                link.send(question)
-                return link.recv(limit_s)
+                return self._reply(question, limit_s, first)
             except (UnicodeEncodeError, OverflowError) as error:  # before any of it was sent
                 raise ValueError(f"{self._words.unsendable}: {one_line(error)}") from error
             except LinkClosedError as error:
@@ -83,6 +80,23 @@ class BoundedProcess:
             except BaseException:  # the reply is still to come
                 self._end()
                 raise
+
+    def _reply(self, question: msgspec.Struct, limit_s: float, first: Callable[[], Sequence[msgspec.Struct]]) -> Any:
+        """Return the reply of the running process; of a new one, if that had ended before it read the question."""
+        was_running = self._process is not None
+        try:
+            return self._exchange(question, limit_s, first)
+        except LinkClosedError as error:
+            if not (was_running and isinstance(error.__cause__, ConnectionResetError | BrokenPipeError)):
+                raise
+        self._end(wait_s=END_S)
+        return self._exchange(question, limit_s, first)
+
+    def _exchange(self, question: msgspec.Struct, limit_s: float, first: Callable[[], Sequence[msgspec.Struct]]) -> Any:
+        link = self._running(first)
+        link.limit_sends(limit_s)
+        link.send(question)
+        return link.recv(limit_s)
 
     def end(self) -> None:
         """End the process, whose heap may keep what it took. The next question starts another one."""
