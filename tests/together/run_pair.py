@@ -30,8 +30,7 @@ class Run(NamedTuple):
 
 def run(rows: Sequence[Row], uses: frozenset[str], seed: int = 0) -> Run:
     """Run the requests with the options of ``rows``. ``uses``: what the requests have. ``seed``: of those
-    that are sampled. Raises ValueError for options or
-    requests that are refused, and WorkerError.
+    that are sampled. Raises ValueError for options or requests that are refused, and WorkerError.
     """
     from lamina import LLM
     from lamina.server.engine_client.reports import state_of
