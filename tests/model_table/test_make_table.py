@@ -15,7 +15,10 @@ from model_table.tiny_models import all_kinds
 
 PAGE = make_table.PAGE.read_text()
 # The same tokens, and refusals of several kinds.
-SAMPLE = ("llama", "gemma2", "mpt", "gemma4_text:shared KV", "mamba", "deepseek_v32", "diffllama", "bart")
+SAMPLE = (
+    "llama", "gemma2", "mpt", "gemma4_text:shared KV", "qwen3_5_text", "nemotron_h", "mamba", "deepseek_v32",
+    "diffllama", "bart",
+)  # fmt: skip
 HEADINGS = {SAME: "The same tokens", WRONG: "Wrong", NOT_BUILT: "Not built"}
 
 

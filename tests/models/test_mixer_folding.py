@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from model_table.tiny_models import build
 from support.models.hybrids import build_hybrid
 from torch import Tensor, nn
 
@@ -96,6 +97,11 @@ def test_attention_and_recurrence_of_a_layer_are_one_exchange() -> None:
 
 
 @pytest.mark.long
+def test_a_model_that_rotates_all_of_q_carries_a_part_without_columns() -> None:
+    """Rows of it agree."""
+    assert len(convert_model(build("qwen3_5_text"), max_model_len=64).mixers) > 0
+
+
 def test_a_state_that_no_routed_function_computes_is_refused_by_what_the_model_asks() -> None:
     """Mamba-1 computes its scan by other functions; with the usual tiny weights it hardly changes a logit."""
     config = transformers.JambaConfig(
