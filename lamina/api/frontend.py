@@ -78,7 +78,12 @@ class Frontend:
         model = _checked_model(model)
         if isinstance(model, str):
             given = config.model
-            peek_config(model, trust_remote_code=given.trust_remote_code, hf_overrides=given.hf_overrides)
+            peek_config(
+                model,
+                trust_remote_code=given.trust_remote_code,
+                hf_overrides=given.hf_overrides,
+                quantization=given.quantization,
+            )
         elif config.batching.enable_prefix_caching is None and not config.offload.backend:  # its weights may change
             config = replace_options(config, {"enable_prefix_caching": False})
         remote = config.model.trust_remote_code

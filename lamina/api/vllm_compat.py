@@ -75,7 +75,6 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (("auto", "generate"), "models generate text here"),
     "convert": (("auto", "none"), "models generate text here"),
     "model_impl": (("auto", "transformers"), "the model's code is that of transformers"),
-    "quantization": ((), "weights are used as they are; --kv-cache-dtype int8 stores K and V in 8 bits"),
     "cpu_offload_gb": ((0, 0.0), "weights stay on the compute worker's device"),
     "num_gpu_blocks_override": ((), "--kv-cache-memory-bytes SIZE sets what each memory worker keeps for KV"),
     "speculative_config": (({},), "greedy tokens are the same without it: leave it out"),

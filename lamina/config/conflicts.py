@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lamina.netstack import in_process, made_at_start
 from lamina.netstack.schemes import BY_RDMA
 
-from .engine_config import EngineConfig
+from .engine_config import ONLINE, EngineConfig
 from .offload import STORE_SIZE
 from .option import MEASURED
 
@@ -99,6 +99,7 @@ SETTINGS: dict[str, Setting] = {
     "--kv-checks": Setting(lambda c: c.kv.kv_checks > 0.0, {"kv_checks": 1.0}),
     "--kv-cache-dtype int8 or fp8": Setting(lambda c: c.kv.kv_cache_dtype != "auto", {"kv_cache_dtype": "int8"}),
     "--attention-backend flashinfer": Setting(lambda c: c.kv.attention == "flashinfer", {"attention": "flashinfer"}),
+    "--quantization int8 or int4": Setting(lambda c: c.model.quantization in ONLINE, {"quantization": "int8"}),
     "--gemm native": Setting(lambda c: c.model.gemm == "native", {"gemm": "native"}),
     "--partition token": Setting(lambda c: c.topology.partition == "token", {"partition": "token"}),
     "--partition request": Setting(lambda c: c.topology.partition == "request", {"partition": "request"}),
@@ -240,6 +241,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
     },
     ("--kv-parity 1", "--kv-cache-dtype int8 or fp8"): "parity does not cover the scales of 8-bit KV",
     ("--attention-backend flashinfer", "--kv-cache-dtype int8 or fp8"): "it stores K and V only as --dtype",
+    ("--quantization int8 or int4", "--compute-device cuda"): "weights are packed on CPUs",
     ("--gemm native", "--compute-device cuda"): "it computes on CPUs",
     ("--tensor-parallel-size 2 or more", "--memory-workers 1"): "each rank has memory workers of its own",
     ("--tensor-parallel-size 2 or more", "--prefill-workers"): "a prefill worker has all weights",

@@ -29,6 +29,7 @@ from .option import (
     parse_core_lists,
     parse_list,
     parse_object,
+    parse_optional,
     parse_size,
     strip_torch_prefix,
 )
@@ -43,6 +44,20 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored_format, which needs torch
+ONLINE = ("int8", "int4")  # of floats, while they are loaded
+# vLLM's names of stored formats, and of its kernels for two of them.
+METHODS = (
+    "awq",
+    "awq_marlin",
+    "compressed-tensors",
+    "fp8",
+    "gguf",
+    "gptq",
+    "gptq_marlin",
+    "modelopt",
+    "modelopt_fp4",
+    "mxfp4",
+)
 OVERRIDES_EXAMPLE = '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'
 _DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,4})?")
 
@@ -67,6 +82,12 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         "JSON of entries that replace those of config.json, as in vLLM, such as rope_parameters; those of a nested "
         "configuration, such as text_config, replace single entries of it",
     ] = ""
+    quantization: Annotated[
+        str,
+        ParsedBy(parse_optional),
+        "int8 or int4: linear layers of a checkpoint of floats are rounded while it is loaded (lm_head: int8). A "
+        "quantised checkpoint's format is known by itself, and may be named as in vLLM, such as awq",
+    ] = ""
     deterministic: Annotated[
         bool,
         "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
@@ -81,6 +102,11 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         if not is_object(self.hf_overrides):
             raise ValueError(
                 f"--hf-overrides must be a JSON object, such as {OVERRIDES_EXAMPLE}, not {self.hf_overrides!r}"
+            )
+        if self.quantization not in ("", *ONLINE, *METHODS):
+            raise ValueError(
+                f"--quantization must be {' or '.join(ONLINE)}, or the format of a quantised checkpoint "
+                f"({', '.join(METHODS)}), not {self.quantization!r}"
             )
 
 

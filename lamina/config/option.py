@@ -88,6 +88,11 @@ def strip_torch_prefix(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
+def parse_optional(value: Any) -> Any:
+    """The text, "" for None."""
+    return "" if value is None else value
+
+
 def parse_object(value: Any) -> Any:
     """The JSON text, with sorted keys, of an object or of its text; "" for an empty one. Other values are left as they
     are where they are no JSON of an object.

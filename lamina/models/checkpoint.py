@@ -7,8 +7,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from lamina.config.engine_config import ONLINE
 
 from . import config_overrides, quantization
 from .errors import ModelError, UnsupportedModelError
@@ -20,6 +23,7 @@ _HUB_TIMEOUT_S = 20.0
 _ADAPTER = "adapter_config.json"
 _EXPORT = "hf_quant_config.json"  # of modelopt
 QUANTIZED = "quantized"
+_FLOAT_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16}  # by the format's names
 
 
 class FileStamp(NamedTuple):
@@ -75,16 +79,18 @@ def _find(source: str | os.PathLike[str], trust_remote_code: bool, weights: bool
 
 
 def peek_config(
-    source: str | os.PathLike[str], *, trust_remote_code: bool = False, hf_overrides: str = ""
+    source: str | os.PathLike[str], *, trust_remote_code: bool = False, hf_overrides: str = "", quantization: str = ""
 ) -> dict[str, Any]:
     """Return the content of a model directory's config.json, with the entries of ``hf_overrides``, a JSON object as
     text; empty for a hub id, whose file may not be here yet. It reports faults of a directory before any import or
-    start. Raises ModelError.
+    start, and a ``quantization`` that it does not have. Raises ModelError.
     """
     if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(os.fspath(source)):
         return {}
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
-    return _raw_config(directory, hf_overrides, trust_remote_code)
+    raw = _raw_config(directory, hf_overrides, trust_remote_code)
+    check_quantization(directory, quantization)
+    return raw
 
 
 def read_config(directory: Path, *, trust_remote_code: bool = False, hf_overrides: str = "") -> Any:
@@ -190,13 +196,26 @@ def stored_format(directory: Path, raw: dict[str, Any] | None = None) -> quantiz
     """
     if gguf_file.is_gguf(directory):
         return None
+    settings = _quantization_settings(directory, raw)
+    return quantization.open_format(str(directory), settings) if settings else None
+
+
+def check_quantization(directory: Path, asked: str) -> None:
+    """Raise ModelError unless ``asked``, the value of --quantization, suits the stored weights."""
+    settings = None if gguf_file.is_gguf(directory) or not asked else _quantization_settings(directory)
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    method = "gguf" if gguf_file.is_gguf(directory) else str(method) if settings else ""
+    quantization.check_agrees(str(directory), method, asked)
+
+
+def _quantization_settings(directory: Path, raw: dict[str, Any] | None = None) -> Any:
     if raw is None:
         raw = read_json(directory / "config.json", "")
     settings = raw.get("quantization_config")
     if not settings and (directory / _EXPORT).exists():
         said = read_json(directory / _EXPORT, "").get("quantization")
         settings = {**(said if isinstance(said, dict) else {}), "quant_method": "modelopt"}
-    return quantization.open_format(str(directory), settings) if settings else None
+    return settings
 
 
 def stored_weights(directory: Path) -> list[StoredWeight]:
@@ -245,9 +264,15 @@ def _is_cache_scale(name: str) -> bool:
     return name.rpartition(".")[2] in quantization.CACHE_SCALES
 
 
-def check_room(directory: Path, copies: int, free: int) -> None:
-    """Raise ModelError unless ``free`` bytes hold ``copies`` copies of the weights."""
+def check_room(directory: Path, copies: int, free: int, quantization: str = "") -> None:
+    """Raise ModelError unless ``free`` bytes hold ``copies`` copies of the weights. Matrices that ``quantization``
+    rounds count without their scales.
+    """
     weights = sum(file.stat().st_size for file in weight_files(directory))
+    if quantization in ONLINE:
+        bits = int(quantization.removeprefix("int"))
+        matrices = (w for w in stored_weights(directory) if len(w.shape) == 2 and w.dtype in _FLOAT_BITS)
+        weights -= sum(prod(w.shape) * (_FLOAT_BITS[w.dtype] - bits) // 8 for w in matrices)
     if weights * copies > free:
         raise ModelError(
             f"{copies} x {weights / 1e9:.1f} GB of weights do not fit in the {free / 1e9:.1f} GB of memory that are "

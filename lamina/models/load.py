@@ -20,6 +20,7 @@ from lamina.ops.gemm import LinearBackend
 from .attention_routing import WHOLE_MODEL, WeightShard
 from .checkpoint import (
     FileStamp,
+    check_quantization,
     check_weights,
     file_stamps,
     find_checkpoint,
@@ -29,7 +30,8 @@ from .checkpoint import (
 )
 from .errors import ModelError
 from .model_files import one_line, own_class_text
-from .quantization.pack_weights import fill, replace_layers
+from .quantization.pack_weights import PackedLayer, fill, replace_layers
+from .quantization.round_to_nearest import BY_NAME, RoundToNearest
 from .read_shard import WHOLE, StoredTensors, read_shard
 from .tensor_parallel_shard import plan_shard
 from .weight_names import (
@@ -77,6 +79,7 @@ def load(
     trust_remote_code: bool = False,
     allow_unused_weights: bool = False,
     hf_overrides: str = "",
+    quantization: str = "",
     progress: OnProgress | None = None,
     rank: int = 0,
     size: int = 1,
@@ -92,7 +95,8 @@ def load(
     ``hf_overrides``: a JSON object as text, whose entries replace those of config.json.
 
     ``backend``: linear layers of a quantised checkpoint stay packed, as this backend takes them. Other quantised
-    weights, and all of them without a backend, become numbers of ``dtype``.
+    weights, and all of them without a backend, become numbers of ``dtype``. ``quantization``: int8 or int4 of linear
+    layers that are stored as floats, which needs a backend; or the checkpoint's format.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
@@ -101,19 +105,24 @@ def load(
             raise ModelError("--tensor-parallel-size: a module is used as it is, give the directory of a checkpoint")
         if hf_overrides:
             raise ModelError("--hf-overrides: a module is used as it is, give the directory of a checkpoint")
+        if quantization:
+            raise ModelError("--quantization: a module is used as it is, give the directory of a checkpoint")
         return _describe(_checked_module(source, dtype), None)
     report = progress or (lambda stage, done, total: None)
     report("opening the checkpoint", 0, 1)  # a hub id may be fetched
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
+    check_quantization(directory, quantization)
+    if (rounding := BY_NAME.get(quantization)) is not None and backend is None:
+        raise ModelError(f"--quantization {quantization} is for compute workers on CPUs: leave it out on GPUs")
     check_weights(directory)
     _check_size(directory, config)
     report("opening the checkpoint", 1, 1)
     kind = weights_dtype(directory, config, dtype)
     stamps = file_stamps(directory)
     with LOAD_LOCK:
-        if size > 1 or is_quantized(directory):
-            reader = PartReader(directory, config, kind, trust_remote_code, rank, size, backend)
+        if size > 1 or is_quantized(directory) or rounding is not None:
+            reader = PartReader(directory, config, kind, trust_remote_code, rank, size, backend, rounding)
             model, part = _read_part(reader, progress)
         else:
             model, part = _from_pretrained(directory, config, kind, trust_remote_code, progress), WHOLE_MODEL
@@ -353,6 +362,7 @@ class PartReader(NamedTuple):
     rank: int
     size: int
     backend: LinearBackend | None
+    rounding: RoundToNearest | None = None
 
 
 def _read_part(given: PartReader, progress: OnProgress | None) -> tuple[nn.Module, WeightShard]:
@@ -369,8 +379,11 @@ def _read_part(given: PartReader, progress: OnProgress | None) -> tuple[nn.Modul
     try:
         with _quiet(progress), contextlib.ExitStack() as files:
             tensors = StoredTensors(directory, files)
-            layers = replace_layers(model, directory, shard, given.backend) if given.backend is not None else []
-            read_shard(model, directory, shard, dtype, tensors, {each.weight.name for each in layers})
+            layers = list[PackedLayer]()
+            if given.backend is not None:
+                layers = replace_layers(model, directory, shard, given.backend, given.rounding)
+            packed = {each.weight.name for each in layers if each.is_only_use}
+            read_shard(model, directory, shard, dtype, tensors, packed)
             if given.backend is not None:
                 fill(layers, shard, tensors.read, given.backend)
             model.generation_config = _generation_config(directory, model)

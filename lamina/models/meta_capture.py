@@ -19,12 +19,13 @@ from lamina.kv.stored_format import head_bytes
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.ops.gemm import LinearBackend
 
-from .checkpoint import find_checkpoint, is_quantized, read_config, weight_files
+from .checkpoint import check_quantization, find_checkpoint, is_quantized, read_config, weight_files
 from .convert import convert_model
 from .errors import UnsupportedModelError
 from .load import from_config, max_model_len
 from .quantization.gguf_file import is_gguf
 from .quantization.pack_weights import replace_layers
+from .quantization.round_to_nearest import BY_NAME
 from .read_shard import WHOLE
 from .tensor_parallel_shard import ShardPlan, plan_shard
 from .unsupported_models import num_layers
@@ -46,19 +47,20 @@ def plan_cuts(
     ranks: int = 1,
     hf_overrides: str = "",
     backend: LinearBackend | None = None,
+    quantization: str = "",
 ) -> CutPlan:
     """Cut a model without weights. ``model``: a directory, a hub id or a configuration file. ``ranks``: with several,
     the result is the part of the first one. ``backend``: linear layers of a quantised checkpoint stay packed, as in
-    ``load``, where its files are here. If provably the same, a few layers are captured and the others derived from
-    them; else all are captured.
+    ``load``, where its files are here, and so do those of others with a ``quantization`` of int8 or int4. If provably
+    the same, a few layers are captured and the others derived from them; else all are captured.
     """
     config = configuration(model, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
     limit, keep = max_model_len(config), not trust_remote_code
-    packed_from = _packed_files(model, trust_remote_code) if backend is not None else None
+    packed_from = _packed_files(model, trust_remote_code, quantization) if backend is not None else None
 
     def pack(made: nn.Module, shard: ShardPlan) -> nn.Module:
         if packed_from is not None and backend is not None:
-            replace_layers(made, packed_from, shard, backend)
+            replace_layers(made, packed_from, shard, backend, BY_NAME.get(quantization))
         return made
 
     module = from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -85,13 +87,16 @@ def plan_cuts(
     return CutPlan(module, whole, None)
 
 
-def _packed_files(model: str, trust_remote_code: bool) -> Path | None:
-    """Return the directory or file of a quantised checkpoint whose weights are here; None for others."""
+def _packed_files(model: str, trust_remote_code: bool, quantization: str) -> Path | None:
+    """Return the directory or file of a checkpoint whose weights are here, and packed in memory; None for others.
+    Raises ModelError for a ``quantization`` that does not suit it.
+    """
     path = Path(model).expanduser()
     if path.is_file() and not is_gguf(path):
         return None
     directory = find_checkpoint(model, trust_remote_code=trust_remote_code, weights=False)
-    files = weight_files(directory) if is_quantized(directory) else []
+    check_quantization(directory, quantization)
+    files = weight_files(directory) if is_quantized(directory) or quantization in BY_NAME else []
     return directory if files and all(file.is_file() for file in files) else None
 
 

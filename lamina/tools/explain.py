@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lamina.cli.common.flags import check_at_least
 from lamina.cli.common.group_flags import FlagValue, add_groups
-from lamina.config.engine_config import BatchingOptions, KVOptions
+from lamina.config.engine_config import BatchingOptions, KVOptions, ModelOptions
 from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import options_of, parse_size
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-weights", action="store_true", help="plan from the configuration alone")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
+    parser.add_argument("--quantization", default="", help=OPTIONS["quantization"].help)
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="T", help="of T ranks, what the first one has (1)"
     )
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "tensor_parallel_size", "length")
     sparsity = _sparsity(args)
     _check_dtype(args.dtype)
+    ModelOptions(quantization=args.quantization)
     OPTIONS["kv_cache_dtype"].check(args.kv_cache_dtype)
     if args.print_config:
         settings = {k: v for k, v in vars(args).items() if k not in ("command", "print_config", "dry_run")}
@@ -150,6 +152,7 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
         size=size,
         allow_unused_weights=True,
         backend=gemm.get("auto", 1),
+        quantization=args.quantization,
     )
     limit, keep = loaded.max_model_len, not trust
     return loaded.model, convert_model(loaded.model, max_model_len=limit, part=loaded.part, keep=keep)
@@ -165,6 +168,7 @@ def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
         trust_remote_code=args.trust_remote_code,
         ranks=args.tensor_parallel_size,
         backend=gemm.get("auto", 1),
+        quantization=args.quantization,
     )
     return plan.model, plan.program
 

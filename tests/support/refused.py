@@ -42,6 +42,7 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_dtype": 8}, "--kv-cache-dtype must be of type str, not 8"),
     ({"hf_overrides": "[1]"}, "--hf-overrides must be a JSON object, such as {\"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 4.0}}, not '[1]'"),
     ({"hf_overrides": 1}, "--hf-overrides must be of type str, not 1"),
+    ({"quantization": "int2"}, "--quantization must be int8 or int4, or the format of a quantised checkpoint (awq, awq_marlin, compressed-tensors, fp8, gguf, gptq, gptq_marlin, modelopt, modelopt_fp4, mxfp4), not 'int2'"),
     ({"block_size": 48}, "--block-size must divide 128, not 48: use 16, 32 or 64"),
     ({"block_size": 256}, "--block-size must divide 128, not 256: use 16, 32 or 64"),
     ({"kv_memory": "lots"}, "--kv-cache-memory-bytes must be a size such as 512MiB or 4GiB (B, KB to TB, KiB to TiB), not 'lots'"),

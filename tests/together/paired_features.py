@@ -87,7 +87,8 @@ BY_NAME = {row.name: row for row in ROWS}
 # Options that are in no row -> why.
 ELSEWHERE = {
     **dict.fromkeys(
-        ("dtype", "max_model_len", "trust_remote_code", "allow_unused_weights", "hf_overrides"), "of the model"
+        ("dtype", "max_model_len", "trust_remote_code", "allow_unused_weights", "hf_overrides", "quantization"),
+        "of the model",
     ),
     **dict.fromkeys(
         ("gemm", "seed", "max_num_seqs", "prefill_chunk", "block_size", "memory_workers", "kv_memory"), "always on"

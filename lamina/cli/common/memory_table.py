@@ -119,7 +119,8 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     from lamina.models.convert import layer_shapes
     from lamina.models.load import max_model_len, weights_dtype
     from lamina.models.meta_capture import check_plannable, plan_cuts
-    from lamina.models.quantization.pack_weights import replace_layers
+    from lamina.models.quantization.pack_weights import PackedLayer, replace_layers
+    from lamina.models.quantization.round_to_nearest import BY_NAME
     from lamina.models.read_shard import WHOLE, weight_bytes
     from lamina.models.weight_names import check_all_used
     from lamina.ops import gemm
@@ -147,7 +148,9 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     weights = config.topology.of_rank(config.topology.normalized_weights, 0)
     max_len, wire = config.model.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
     on_cpu = pick_device("--compute-device", config.devices.compute_device, 0).type == "cpu"
-    kept = replace_layers(planned.model, directory, planned.shard or WHOLE, backend) if on_cpu else []
+    kept, rounding = list[PackedLayer](), BY_NAME.get(config.model.quantization)
+    if on_cpu:
+        kept = replace_layers(planned.model, directory, planned.shard or WHOLE, backend, rounding)
     stored = weight_bytes(planned.model, directory, planned.shard)
     quantized = sum(backend.packed_bytes(dtype, each.layer.out_features, each.layer.in_features) for each in kept)
     packed, shared = (0, 0) if in_process else _packed(planned.program, backend, config, stored, free, quantized)

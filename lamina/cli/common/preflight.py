@@ -48,7 +48,7 @@ def _open(scheme: str, rdma_device: str) -> None:
 def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
     """Imports torch and transformers, which takes seconds, after ``check`` has refused what it can without them."""
     from lamina.executor.kv_storage import check_store
-    from lamina.models.checkpoint import check_room, check_weights, read_config
+    from lamina.models.checkpoint import check_quantization, check_room, check_weights, read_config
     from lamina.models.load import weights_dtype
     from lamina.workers import device_selection
     from lamina.workers.memory.kv_store import available_bytes
@@ -61,11 +61,13 @@ def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
     _check_cores(config)
     check_store(config.offload)
     compute, memory = device_selection.check(config)
+    check_quantization(directory, given.quantization)
     check_weights(directory)
     weights_dtype(directory, model_config, config.model.dtype)
     free = available_bytes()
     if compute.type == "cpu":
-        check_room(directory, config.topology.replicas + config.topology.prefill_groups, free)
+        copies = config.topology.replicas + config.topology.prefill_groups
+        check_room(directory, copies, free, given.quantization)
     if memory.type == "cpu":
         check_kv_memory_fits(config, free)
     return limit
@@ -83,7 +85,12 @@ def stated_limit(model: str, config: EngineConfig) -> int:
     """Tokens that no sequence exceeds, as far as the flags and config.json say it at once; a start may find less."""
     _check_names(config)
     given = config.model
-    raw = peek_config(model, trust_remote_code=given.trust_remote_code, hf_overrides=given.hf_overrides)
+    raw = peek_config(
+        model,
+        trust_remote_code=given.trust_remote_code,
+        hf_overrides=given.hf_overrides,
+        quantization=given.quantization,
+    )
     own = raw.get("text_config", raw).get("max_position_embeddings")
     return config.model.max_model_len or (own if isinstance(own, int) else sys.maxsize)
 

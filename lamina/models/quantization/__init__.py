@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lamina.models.errors import UnsupportedModelError
+from lamina.config.engine_config import METHODS, ONLINE
+from lamina.models.errors import ModelError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,25 @@ class StoredFormat(Protocol):
     def find(self, stored: Mapping[str, StoredWeight]) -> Iterator[QuantizedTensor]:
         """Yield the quantised weights of a checkpoint."""
         ...
+
+
+def check_agrees(where: str, method: str, asked: str) -> None:
+    """Raise ModelError unless ``asked``, of --quantization, suits the model ``where``. ``method``: its quant_method,
+    "gguf", or "" for floats, which may be rounded while they are loaded.
+    """
+    if asked in ONLINE and method:
+        raise ModelError(f"--quantization {asked} rounds floats, and {where} is stored as {method}: leave it out")
+    if asked in METHODS and not method:
+        raise ModelError(
+            f"--quantization {asked}: {where} is not quantised: use {' or '.join(ONLINE)}, or leave it out"
+        )
+    if asked in METHODS and _module_of(asked) != _module_of(method):
+        raise ModelError(f"--quantization {asked}: {where} is stored as {method}: leave it out")
+
+
+def _module_of(method: str) -> str:
+    name = method.removesuffix("_marlin")  # vLLM's kernels for the same format
+    return FORMATS.get(name, name)
 
 
 def open_format(where: str, settings: Any) -> StoredFormat:

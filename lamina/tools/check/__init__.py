@@ -20,7 +20,7 @@ from .verdict import Verdict
 OPTIONS = (
     "max_model_len", "block_size", "kv_memory", "attention", "gemm", "compute_device", "memory_device",
     "compute_threads", "memory_threads",
-    "trust_remote_code", "hf_overrides", "allow_unused_weights", "start_timeout_s", "step_timeout_s",
+    "trust_remote_code", "hf_overrides", "quantization", "allow_unused_weights", "start_timeout_s", "step_timeout_s",
 )  # fmt: skip
 EPILOG = """\
 promises: bitwise = the same tokens and the same log-probabilities, to the last bit, as the base run. It is promised for

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lamina.config.engine_config import KV_CACHE_DTYPES, KVOptions
+from lamina.config.engine_config import KV_CACHE_DTYPES, ONLINE, KVOptions
 from lamina.config.flag_groups import flag_words
 from lamina.config.partition import PARTITIONS
 from lamina.config.topology import TopologyOptions
@@ -133,6 +133,7 @@ def quick_settings(attention: Sequence[str]) -> list[Setting]:
         _ranks(pipeline=3),
         *(_bounded("attention", attention=name) for name in attention[-1:]),
         *_stored("int8"),
+        *_quantized("int8"),
         EVICTING,
         _alike(memory_workers=2),
         SELECTING,
@@ -188,6 +189,7 @@ def full_settings(
         *(Setting("pipeline", Exactness.TOKEN_EQUAL, BASE, {"pipeline": n}) for n in (2, 3)),
         *(Setting("prefill chunk", Exactness.TOKEN_EQUAL, BASE, {"prefill_chunk": n}) for n in (5, 512)),
         *(s for name in attention for s in _backend(name)),
+        *(s for name in ONLINE for s in _quantized(name)),
         *(s for name in KV_CACHE_DTYPES if name != BASE_STORE for s in _stored(name)),
         *_sparse(transports),
         *(_bounded("linear layers", gemm=name) for name in gemm),
@@ -313,6 +315,16 @@ def _stored(name: str) -> tuple[Setting, Setting]:
     full_settings = Setting("kv cache dtype", Exactness.BOUNDED, None, {"kv_cache_dtype": name})
     split = {**full_settings.options, "memory_workers": 3, "partition": "token", "overlap": False}
     return full_settings, Setting("kv cache dtype", Exactness.BITWISE, full_settings, split)
+
+
+def _quantized(name: str) -> tuple[Setting, Setting, Setting]:
+    """Return settings for rounded weights: the reference has the same ones, which torch multiplies as floats. Workers
+    and partitions change no bit, and ranks have parts of the same rounded weights.
+    """
+    whole = Setting("quantization", Exactness.TOKEN_EQUAL, None, {"quantization": name})
+    split = {**whole.options, "memory_workers": 3, "partition": "token", "overlap": False}
+    ranks = Setting("quantization", Exactness.TOKEN_EQUAL, None, {**whole.options, **_TWO})
+    return whole, Setting("quantization", Exactness.BITWISE, whole, split), ranks
 
 
 def _alike(like: Setting = EVICTING, **options: Any) -> Setting:

@@ -17,12 +17,13 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from lamina.api.llm import LLM
-from lamina.config.engine_config import EngineConfig, ModelOptions
+from lamina.config.engine_config import ONLINE, EngineConfig, ModelOptions
 from lamina.config.flat_options import flat_options, replace_options
 from lamina.kv.stored_format import dequantise, is_scaled, quantise, stored_dtype
 from lamina.models.cache_name import cache_name
 from lamina.models.load import load
 from lamina.observe.failpoints import Failpoint
+from lamina.ops import gemm
 from lamina.protocol.executor import WorkerError
 from lamina.request import RequestOutput, SamplingParams
 from lamina.scheduler.kv_manager.swap import SwapPolicy
@@ -184,7 +185,9 @@ class Check:
 
     def _compared(self, config: EngineConfig, outputs: list[RequestOutput], start: float) -> Outcome:
         """Compare outputs with the reference."""
-        agreement, bound = self._reference.agreement(config.model.dtype, config.kv.kv_cache_dtype, outputs)
+        agreement, bound = self._reference.agreement(
+            config.model.dtype, config.kv.kv_cache_dtype, outputs, config.model.quantization
+        )
         return Outcome(
             completions=[o.outputs[0] for o in outputs],
             plans=[],
@@ -219,38 +222,44 @@ def random_prompts(llm: LLM, params: SamplingParams) -> list[list[int]]:
 
 
 class ReferenceModel:
-    """``transformers`` in fp32, with the weights rounded to the dtype of a run."""
+    """``transformers`` in fp32, with the weights rounded to the dtype of a run, or to its codes of few bits."""
 
     def __init__(self, model: str, options: ModelOptions) -> None:
         self._source = model
         self._options = options
-        self._full: Any = None  # the model in fp32
+        self._full: dict[str, Any] = {}  # the model in fp32, by --quantization
         self._known: dict[str, tuple[Agreement, float]] = {}  # by completions: most runs give the same ones
 
-    def agreement(self, dtype: str, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+    def agreement(
+        self, dtype: str, kv_dtype: str, outputs: list[RequestOutput], quantization: str = ""
+    ) -> tuple[Agreement, float]:
         """Return the agreement of ``outputs`` with the reference, and the bound of their error. In half precision, or
         with K and V stored in 8 bits, the bound is DTYPE_FACTOR times the error of transformers itself on the same
-        tokens with the same rounding.
+        tokens with the same rounding. ``quantization``: of the run's weights.
         """
         completions = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
-        key = repr((dtype, kv_dtype, completions))
+        key = repr((dtype, kv_dtype, quantization, completions))
         if key not in self._known:
-            self._known[key] = self._compare(dtype, kv_dtype, outputs)
+            self._known[key] = self._compare(dtype, kv_dtype, outputs, quantization)
         return self._known[key]
 
-    def _compare(self, dtype: str, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+    def _compare(
+        self, dtype: str, kv_dtype: str, outputs: list[RequestOutput], quantization: str
+    ) -> tuple[Agreement, float]:
         full = dtype == BASE_OPTIONS["dtype"]
         if full:
-            self._full = self._full or self._load(dtype)
+            if quantization not in self._full:
+                self._full[quantization] = self._load(dtype, quantization)
             if kv_dtype == BASE_STORE:
-                return compare(self._full, outputs), ERROR_ALLOWED
-        model = self._full if full else self._load(dtype)
+                return compare(self._full[quantization], outputs), ERROR_ALLOWED
+        model = self._full[quantization] if full else self._load(dtype, quantization)
         rounded = [_scores(model, o, QuantizedCache(kv_dtype)) for o in outputs]
         model.float()
         own_error = max(float((a - _scores(model, o)).abs().max()) for a, o in zip(rounded, outputs, strict=True))
         return compare(model, outputs), max(ERROR_ALLOWED, DTYPE_FACTOR * own_error)
 
-    def _load(self, dtype: str) -> Any:
+    def _load(self, dtype: str, quantization: str) -> Any:
+        """Load the model. Weights of few bits are multiplied as floats, by torch."""
         given = self._options
         model: Any = load(
             self._source,
@@ -258,6 +267,8 @@ class ReferenceModel:
             trust_remote_code=given.trust_remote_code,
             allow_unused_weights=given.allow_unused_weights,
             hf_overrides=given.hf_overrides,
+            quantization=quantization,
+            backend=gemm.get("torch", torch.get_num_threads()) if quantization in ONLINE else None,
         ).model
         model.generation_config = GenerationConfig()  # plain greedy decoding without an end token
         return model

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.cli.common.flags import check_at_least
+from lamina.config.engine_config import ModelOptions
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import parse_seconds
 from lamina.facts.hardware import DEVICES, Device, device, read_devices
@@ -115,11 +116,15 @@ def _planner(args: argparse.Namespace, stock: Mapping[str, Inventory]) -> Planne
     operators = OperatorTables([Path(args.operators)] if args.operators else [])
     if args.operators:
         operators.check_devices(list(stock), f"--operators {args.operators}")
+    on_cpus = all(each.device.is_cpu for each in stock.values())
+    if args.quantization and not on_cpus:
+        raise ValueError(f"--quantization {args.quantization} is for devices with `cpu = true`: leave it out on GPUs")
     facts = model_facts(
         args.model,
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
-        packed=all(each.device.is_cpu for each in stock.values()),
+        packed=on_cpus,
+        quantization=ModelOptions(quantization=args.quantization).quantization,
     )
     costs = CostModel(facts, constants, link, baseline, operators)
     return Planner(

@@ -108,22 +108,30 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def model_facts(
-    model: str, *, dtype: str = "auto", trust_remote_code: bool = False, packed: bool = False
+    model: str,
+    *,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    packed: bool = False,
+    quantization: str = "",
 ) -> ModelFacts:
     """Return the facts of ``model``: a directory, a hub id or a configuration file; or one of the paper's names, if
     there is no such path. ``packed``: linear layers of a quantised checkpoint take their packed bytes, as on CPUs; else
-    those of ``dtype``, as on GPUs. Raises ValueError for a model that cannot be served.
+    those of ``dtype``, as on GPUs. ``quantization``: of packed weights, as an option of an engine. Raises ValueError
+    for a model that cannot be served.
     """
     shipped = paper_models()
     if model in shipped and not Path(model).exists():
         if dtype != "auto":
             raise ValueError(f"--dtype {dtype}: {model} is known by the paper's sizes alone: leave --dtype out")
+        if quantization:
+            raise ValueError(f"--quantization: {model} is known by the paper's sizes alone: leave it out")
         return shipped[model]
     kept = _kept(model, dtype) if not packed else None
     with suppress(OSError, msgspec.DecodeError):
         if kept is not None:
             return msgspec.json.decode(kept.read_bytes(), type=ModelFacts)
-    facts = captured_facts(model, dtype, trust_remote_code, packed=packed)
+    facts = captured_facts(model, dtype, trust_remote_code, packed=packed, quantization=quantization)
     if kept is not None:
         with suppress(OSError):
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -176,14 +184,18 @@ def _code() -> bytes:
     return b"".join((package / name).read_bytes() for name in ("tools/plan/model_facts.py", "models/meta_capture.py"))
 
 
-def captured_facts(model: str, dtype: str, trust_remote_code: bool, *, packed: bool = False) -> ModelFacts:
+def captured_facts(
+    model: str, dtype: str, trust_remote_code: bool, *, packed: bool = False, quantization: str = ""
+) -> ModelFacts:
     from lamina.converter.explain import facts_of
     from lamina.models.load import max_model_len
     from lamina.models.meta_capture import attention_calls, check_plannable, configuration, plan_cuts
     from lamina.ops import gemm
 
     backend = gemm.get("auto", 1) if packed else None
-    program = plan_cuts(model, dtype=dtype, trust_remote_code=trust_remote_code, backend=backend).program
+    program = plan_cuts(
+        model, dtype=dtype, trust_remote_code=trust_remote_code, backend=backend, quantization=quantization
+    ).program
     check_plannable(program)
     config = configuration(model, trust_remote_code=trust_remote_code)
     slices = facts_of(program)

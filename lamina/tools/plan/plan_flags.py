@@ -50,6 +50,7 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
     add("--device-file", metavar="FILE", help="more devices, or others of a name, as in lamina/facts/data")
     add("--operators", metavar="FILE", help="operators that you have measured, as in lamina/tools/plan/data")
     add("--dtype", default="auto", help=f"{', '.join(DTYPES)}; auto is the configuration's (auto)")
+    add("--quantization", default="", help="int8 or int4: weights as a start on CPUs would round them")
     add("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
 
 

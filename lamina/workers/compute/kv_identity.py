@@ -16,6 +16,7 @@ from torch import nn
 
 from lamina.kv.page_keys import Identity
 from lamina.models.quantization.gguf_file import parts_of
+from lamina.models.quantization.round_to_nearest import BY_NAME
 from lamina.protocol.control import StartCompute
 from lamina.protocol.step_plan import LayerShape
 from lamina.utils.build_info import build_id
@@ -29,8 +30,11 @@ def kv_identity(start: StartCompute, loaded: Any, layers: list[LayerShape], dtyp
     shapes = [(x.q_heads * ranks, x.kv_heads * ranks, x.qk_dim, x.v_dim, x.spec) for x in layers]
     config = loaded.config.to_dict()
     config.pop("_name_or_path", None)
+    weights = files_digest(loaded.path) if loaded.path is not None else _values(loaded.model)
+    if (rounding := BY_NAME.get(start.model.quantization)) is not None:
+        weights = f"{weights} {rounding.name}"
     return Identity(
-        weights=files_digest(loaded.path) if loaded.path is not None else _values(loaded.model),
+        weights=weights,
         layers=(*map(str, shapes), _recipe(start)),
         rope=json.dumps(config, sort_keys=True, default=str),
         wire_dtype=str(dtype),

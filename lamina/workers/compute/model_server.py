@@ -202,6 +202,7 @@ class ModelServer:
             trust_remote_code=start.model.trust_remote_code,
             allow_unused_weights=start.model.allow_unused_weights,
             hf_overrides=start.model.hf_overrides,
+            quantization=start.model.quantization,
             progress=self._progress,
             rank=start.rank,
             size=start.topology.tensor_parallel_size,

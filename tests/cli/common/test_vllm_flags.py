@@ -53,7 +53,6 @@ def test_names_may_stand_one_behind_the_other(capsys: pytest.CaptureFixture[str]
             ["--gpu-memory-utilization=0.9", "--memory-device", "cuda"],
             "--gpu-memory-utilization is not here: --kv-cache-memory-bytes",
         ),
-        (["--quantization", "awq"], "--quantization is not here: weights are used as they are"),
         (["--pipeline-parallel-size=2"], "--pipeline-parallel-size is not here: --pipeline n rotates n batches"),
         (["--revision", "v1"], "--revision is not here: give the directory"),
         (["--enable-lora"], "--enable-lora is not here: merge the adapter"),
