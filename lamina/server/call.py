@@ -21,6 +21,7 @@ from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, Cache
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.sessions.session_turns import SessionTurns
 
+from .body_pace import BodyPace
 from .engine_client.engine_client import EngineClient, EngineGoneError
 from .engine_client.messages import Delta
 from .engine_client.open_prompts import PromptRefusedError
@@ -99,6 +100,7 @@ class Service:
         limits = config.memory_limits(memory_bytes())
         keys, spare = len(config.api_keys) or 1, limits.body_total - least_total(config.max_body_bytes)
         self.bodies = MemoryBudget(limits.body_total, keys, max(0, min(limits.body_total // 2, spare)))
+        self.body_pace = BodyPace(keys)
         self.answers = MemoryBudget(limits.answer_total, keys, limits.answer_total // 2)
         self.decode_executor = ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies")
         self.encoder = ThreadPoolExecutor(1, thread_name_prefix="lamina-answers")

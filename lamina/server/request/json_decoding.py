@@ -11,6 +11,7 @@ from codecs import BOM_UTF8, getincrementaldecoder
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from lamina.request.bounds import MOST_MESSAGES
 from lamina.server.errors import ApiError, context_length_error
@@ -21,6 +22,7 @@ PIECE = 1 << 20
 MAX_FIELD = 1 << 16  # bytes of a field that is no prompt
 MAX_FIELDS = 1 << 18  # bytes of all such fields of a body, or of its messages: decoded they may take 40 times as much
 SESSION_BYTES = 1 << 12  # bytes of an exported session, without its tokens
+_BACKSLASH, _QUOTE = b'\\"'
 FORMS = "prompt must be a string, strings, token ids, or lists of token ids"
 Fields = dict[str, msgspec.Raw]
 
@@ -206,7 +208,14 @@ def count_texts(data: bytes | bytearray) -> int:
     """
     pieces = range(0, len(data), PIECE)  # between pieces, other threads can run
     quotes = sum(data.count(b'"', i, i + PIECE) for i in pieces)
-    return (quotes - sum(data.count(b'\\"', i, i + PIECE + 1) for i in pieces)) // 2
+    if b"\\" not in data:
+        return quotes // 2
+    view = np.frombuffer(data, np.uint8)  # bytes.count takes ten times as long for two bytes
+    escaped = 0
+    for begin in pieces:
+        each = view[begin : begin + PIECE + 1]
+        escaped += int(np.count_nonzero((each[:-1] == _BACKSLASH) & (each[1:] == _QUOTE)))
+    return (quotes - escaped) // 2
 
 
 def _check_prompts(count: int, limit: int) -> None:

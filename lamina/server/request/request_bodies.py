@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from lamina.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from lamina.server.memory_limits import decoding_bytes, held_bytes
+from lamina.server.queue_limit import MAX_RETRY_AFTER_S
 from lamina.server.server_config import ServerConfig
 from lamina.server.tenants import salt_of
 
@@ -51,7 +53,8 @@ async def parse(model: type[M], request: Request) -> M:
     tenant = salt_of(request.state.key_id, None)
     intake = request.state.intake = Intake(service.bodies, service.metrics.on_rejected, tenant)
     request.state.at_end.callback(intake.close)
-    body = await read_body(request, service.config, intake)
+    service.body_pace.note(tenant)
+    body = await read_body(request, service, intake, tenant)
     if len(body) <= INLINE_BYTES:
         value, held = _parse(model, body, service)
         intake.hold(held)
@@ -156,18 +159,43 @@ def _check_size(size: int, max_bytes: int) -> None:
         raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
 
 
-async def read_body(request: Request, config: ServerConfig, intake: Intake) -> bytearray:
+async def read_body(request: Request, service: Service, intake: Intake, tenant: bytes) -> bytearray:
     """Return the whole body. Raises ApiError if it exceeds a limit of size, time or memory, or if the client leaves."""
+    config = service.config
     body, max_bytes, limit_s = bytearray(), config.max_body_bytes, config.body_timeout_s
     _check_headers(request.headers, max_bytes, intake)
+    length = request.headers.get("content-length", "")
+    if is_known := length.isdigit():
+        await _wait_turn(service, tenant, int(length), int(length))
     try:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(limit_s) as limit:
             async for part in request.stream():
                 _check_size(len(body) + len(part), max_bytes)
                 intake.read(len(body) + len(part))
                 body += part
+                if not is_known:
+                    await _wait_turn(service, tenant, len(part), len(body), limit)
     except TimeoutError:
         raise ApiError(408, f"no body after {limit_s:g} s", code="timeout") from None
     except ClientDisconnect:
         raise ApiError(CLIENT_CLOSED_REQUEST, "the client has left before the end of its body") from None
     return body
+
+
+async def _wait_turn(
+    service: Service, tenant: bytes, nbytes: int, size: int, limit: asyncio.Timeout | None = None
+) -> None:
+    """Wait until ``nbytes`` of a body may be read, which so far has ``size`` bytes. ``limit`` then ends later. Raises
+    ApiError if they would wait for longer than a body may take.
+    """
+    most_s = service.config.body_timeout_s
+    if size <= SMALL or not (wait_s := service.body_pace.wait_s(tenant, nbytes, most_s)):
+        return
+    if wait_s > most_s:
+        service.metrics.on_rejected("bodies")
+        retry_s = min(math.ceil(wait_s), MAX_RETRY_AFTER_S)
+        text = f"too many bytes of bodies of this API key wait to be read: send smaller ones, or retry in {retry_s} s"
+        raise ApiError(429, text, code="overloaded", retry_after_s=retry_s)
+    if limit is not None and (end := limit.when()) is not None:
+        limit.reschedule(end + wait_s)
+    await asyncio.sleep(wait_s)
