@@ -36,7 +36,7 @@ from tiny_lm.corpus import held_out_text  # noqa: E402
 MODEL = EXAMPLES / "tiny_lm" / "model"
 MOST_LOSS, MOST_KL = 0.5, 0.005  # points and nats that int8 may cost
 RESAMPLED, LEVEL, SEED = 10_000, 0.95, 0
-TOGETHER = 4  # windows
+TOGETHER = 2  # windows
 
 
 class WindowLoss(NamedTuple):
@@ -62,15 +62,17 @@ def logits_of(model: Any, ids: Tensor) -> Iterator[Tensor]:
         yield torch.log_softmax(model(few[:, :-1]).logits.float(), -1)
 
 
-def losses(reference: Any, other: Any, ids: Tensor) -> list[WindowLoss]:
-    """Returns the loss of each window."""
-    result: list[WindowLoss] = []
-    pairs = zip(logits_of(reference, ids), logits_of(other, ids), torch.split(ids, TOGETHER), strict=True)
-    for p, q, few in pairs:
+def losses(reference: Any, others: dict[str, Any], ids: Tensor) -> dict[str, list[WindowLoss]]:
+    """Returns the loss of each window, by the other models' names."""
+    result: dict[str, list[WindowLoss]] = {name: [] for name in others}
+    each = zip(*(logits_of(model, ids) for model in (reference, *others.values())), strict=True)
+    for few, (p, *rounded) in zip(torch.split(ids, TOGETHER), each, strict=True):
         due = few[:, 1:]
-        right = [(x.argmax(-1) == due).double().mean(1) for x in (p, q)]
-        kl = (p.exp() * (p - q)).sum(-1).double().mean(1)
-        result += map(WindowLoss, (100 * (right[0] - right[1])).tolist(), kl.tolist())
+        right = (p.argmax(-1) == due).double().mean(1)
+        for name, q in zip(others, rounded, strict=True):
+            top1 = 100 * (right - (q.argmax(-1) == due).double().mean(1))
+            kl = (p.exp() * (p - q)).sum(-1).double().mean(1)
+            result[name] += map(WindowLoss, top1.tolist(), kl.tolist())
     return result
 
 
@@ -106,22 +108,20 @@ def main() -> None:
         if args.gguf:
             path = args.floats or Path(folder)
             reference.save_pretrained(path)
-        for form, rounding in forms.items():
-            round_to_nearest.BY_NAME[form] = rounding
-            backend = gemm.get("native", torch.get_num_threads())
-            other = load(path, dtype="float32", quantization=form, backend=backend)
-            each = losses(reference, other.model, ids)
+        round_to_nearest.BY_NAME.update(forms)
+        backend = gemm.get("native", torch.get_num_threads())
+        others = {form: load(path, dtype="float32", quantization=form, backend=backend).model for form in forms}
+        model = args.gguf.name if args.gguf else "tiny_lm"
+        for form, each in losses(reference, others, ids).items():
             figures: dict[str, Any] = {}
             for name, most in (("top1", MOST_LOSS), ("kl", MOST_KL)):
                 values = [getattr(window, name) for window in each]
                 bound = upper_bound(values)
                 figures[name] = {"mean": sum(values) / len(values), "upper_95": bound, "limit": most}
                 figures[name]["held"] = bound < most
-            model = args.gguf.name if args.gguf else "tiny_lm"
-            settings = {"model": model, "form": form, "rounding": rounding.name, "windows": args.windows}
-            print(
-                record("bench_weight_loss", settings | {"length": args.length}, figures, write=args.write), flush=True
-            )
+            settings = {"model": model, "form": form, "rounding": forms[form].name, "windows": args.windows}
+            line = record("bench_weight_loss", settings | {"length": args.length}, figures, write=args.write)
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
