@@ -7,7 +7,7 @@ perf/results/bench_decode.jsonl.
     python perf/bench_decode.py --batch 8 --prompt 512 --tokens 64 --dtype bfloat16 --write
 
 With --temperature all of them sample, by the same parameters, and "lamina greedy" takes part too. --peers adds the
-other engines whose environments perf/peers/install.sh has made. All output is checked. A token counts as wrong by as
+other engines whose environments perf/peers/install.sh has made, --quantization engines with rounded weights. All output is checked. A token counts as wrong by as
 much as its logit lies below the best one of the model in fp32, given the tokens before it (where it is greedy).
 """
 
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers/install.sh)"
     )
+    parser.add_argument("--quantization", default="", help="further Lamina engines, by comma: int8, int4")
     parser.add_argument("--without", default="", help="competitors that are not to take part, by comma")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
@@ -205,6 +206,9 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
             path, prompts, total, sampling, transport="shm", deterministic=True, **common
         ),
     }
+    for form in filter(None, args.quantization.split(",")):
+        more = {**common, "quantization": form}
+        makers[f"lamina {form}"] = partial(DecodeLamina, path, prompts, total, sampling, transport="shm", **more)
     if not args.temperature:
         del makers["lamina greedy"]  # all are
     config = model.config
@@ -263,6 +267,7 @@ def run_rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, An
         "step_s": {name: spread(t) for name, t in times.items()},
         "tokens_per_s": {name: batch / m for name, m in medians.items()},
         "speed_of_lamina_shm": {name: m / shm for name, m in medians.items() if not name.startswith("lamina")},
+        "faster_than_floats": {name: shm / m for name, m in medians.items() if name.startswith("lamina int")},
         "disaggregation_tax": loopback and shm / loopback - 1.0,
         "cost_of_deterministic": deterministic and deterministic / shm - 1.0,
         "cost_of_sampling": greedy and shm / greedy - 1.0,
