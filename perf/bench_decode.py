@@ -6,9 +6,10 @@ perf/results/bench_decode.jsonl.
 
     python perf/bench_decode.py --batch 8 --prompt 512 --tokens 64 --dtype bfloat16 --write
 
-With --temperature all of them sample, by the same parameters, and "lamina greedy" takes part too. --peers adds the
-other engines whose environments perf/peers/install.sh has made, --quantization engines with rounded weights. All output is checked. A token counts as wrong by as
-much as its logit lies below the best one of the model in fp32, given the tokens before it (where it is greedy).
+With --temperature all of them sample, by the same parameters, and "lamina greedy" takes part too. --quantization adds
+Lamina with rounded weights. --peers adds the other engines whose environments perf/peers/install.sh has made. All
+output is checked. A token counts as wrong by as much as its logit lies below the best one of the model in fp32, given
+the tokens before it (where it is greedy).
 """
 
 from __future__ import annotations

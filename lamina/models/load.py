@@ -30,7 +30,7 @@ from .checkpoint import (
 )
 from .errors import ModelError
 from .model_files import one_line, own_class_text
-from .quantization.pack_weights import PackedLayer, fill, replace_layers
+from .quantization.pack_weights import replace_layers
 from .quantization.round_to_nearest import BY_NAME, RoundToNearest
 from .read_shard import WHOLE, StoredTensors, read_shard
 from .tensor_parallel_shard import plan_shard
@@ -379,13 +379,14 @@ def _read_part(given: PartReader, progress: OnProgress | None) -> tuple[nn.Modul
     try:
         with _quiet(progress), contextlib.ExitStack() as files:
             tensors = StoredTensors(directory, files)
-            layers = list[PackedLayer]()
-            if given.backend is not None:
+            if given.backend is None:
+                read_shard(model, directory, shard, dtype, tensors)
+            else:
                 layers = replace_layers(model, directory, shard, given.backend, given.rounding)
-            packed = {each.weight.name for each in layers if each.is_only_use}
-            read_shard(model, directory, shard, dtype, tensors, packed)
-            if given.backend is not None:
-                fill(layers, shard, tensors.read, given.backend)
+                packed = {name for each in layers for name in each.stored}
+                read_shard(model, directory, shard, dtype, tensors, packed)
+                for each in layers:
+                    each.fill(tensors.read, given.backend)
             model.generation_config = _generation_config(directory, model)
     except (SafetensorError, RuntimeError, OSError, KeyError, ImportError) as error:
         raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error

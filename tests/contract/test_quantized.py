@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lamina.ops.gemm import get
 from lamina.ops.gemm.quantized import GROUPS, INT4, UINT4, QuantizedWeight
-from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
+from lamina.ops.gemm.quantized_op import QUANTIZED_EXPERTS_OP, QUANTIZED_LINEAR_OP
 
 pytestmark = pytest.mark.no_retry
 
@@ -275,6 +275,42 @@ def test_the_operator_computes_what_its_backend_does(name: str) -> None:
     y = QUANTIZED_LINEAR_OP(x.view(2, 3, 64), data, b, form)
     assert torch.allclose(y.view(6, 40), x @ w.dequantized(torch.float32).T + b, rtol=1e-4, atol=1e-4)
     assert QUANTIZED_LINEAR_OP(x.to("meta"), data.to("meta"), None, form).shape == (6, 40)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("offsets", [False, True])
+def test_rows_of_experts_have_the_bits_of_their_experts_weights(name: str, offsets: bool) -> None:
+    backend, experts = open_entry(name), 5
+    weights = [weight(70, 64, 4, 32, offsets=offsets, values=E2M1, seed=seed) for seed in range(experts)]
+    packed = backend.pack_quantized_experts(iter(weights), experts)
+    assert len(packed.data) == experts
+    g = torch.Generator().manual_seed(9)
+    x, b = torch.randn(13, 64, generator=g), torch.randn(experts, 70, generator=g)
+    ids = torch.tensor([4, 0, 0, 2, 4, 4, 0, 2, 2, 4, 0, 4, 2])  # 1 and 3 have no rows
+    for bias in (None, b):
+        y = backend.linear_quantized_experts(x, packed.data, ids, bias, packed.form)
+        through = QUANTIZED_EXPERTS_OP(x, packed.data, ids, bias, packed.form)
+        for row, expert in enumerate(ids.tolist()):
+            exact = x[row].double() @ weights[expert].dequantized(torch.float64).T
+            exact += 0 if bias is None else bias[expert].double()
+            assert float((y[row] - exact).norm() / exact.norm()) < 1e-5
+            if name != "torch":
+                own = Layer(backend, weights[expert])
+                assert torch.equal(own.linear(x[row : row + 1], None if bias is None else bias[expert])[0], y[row])
+        assert float((through - y).norm() / y.norm()) < 1e-6
+    assert backend.linear_quantized_experts(x[:0], packed.data, ids[:0], b, packed.form).shape == (0, 70)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_experts_of_several_forms_and_unknown_experts_are_refused(name: str) -> None:
+    backend = open_entry(name)
+    same, other = weight(32, 64, 4, 32), weight(32, 64, 4, 64)
+    with pytest.raises(ValueError, match="experts of several forms"):
+        backend.pack_quantized_experts([same, other], 2)
+    packed = backend.pack_quantized_experts([same, same], 2)
+    for ids, text in (([0, 2], "there are 2 experts, and a row names number 2"), ([0], "do not fit rows")):
+        with pytest.raises(ValueError, match=text):
+            backend.linear_quantized_experts(torch.zeros(2, 64), packed.data, torch.tensor(ids), None, packed.form)
 
 
 def test_a_form_that_no_kernel_has_is_refused() -> None:

@@ -23,6 +23,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from lamina import LLM, SamplingParams
 from lamina.models.errors import ModelError
 from lamina.models.load import load
+from lamina.models.quantization.quantized_experts import ExpertWeights
+from lamina.ops.gemm import get
 
 pytestmark = pytest.mark.no_retry
 PROMPT, TOKENS, BOUND = [3, 17, 29, 4, 56, 40, 8], 8, 1e-4
@@ -88,7 +90,11 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     with torch.no_grad():
         due = theirs(ids).logits
         found = load(path, dtype="float32").model(ids).logits
-    assert float((found - due).abs().max() / due.std()) < BOUND
+        packed = load(path, dtype="float32", backend=get("native", 1)).model
+        kept = packed(ids).logits
+    assert max(float((x - due).abs().max() / due.std()) for x in (found, kept)) < BOUND
+    experts = [module for module in packed.modules() if isinstance(module, ExpertWeights)]
+    assert len(experts) == (2 * theirs.config.num_hidden_layers if case == "gpt-oss" else 0)
     longer = theirs.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
     greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     with LLM(str(path), dtype="float32", transport="loopback") as llm:

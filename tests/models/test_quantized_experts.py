@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from lamina.models.load import load
+from lamina.models.quantization.quantized_experts import ExpertWeights
 from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.ops.gemm import get
 
@@ -143,6 +144,8 @@ def test_experts(checkpoint: tuple[str, Path, Any]) -> None:
     model = load(path, dtype="float32", backend=get("native", 1)).model
     packed = sum(isinstance(module, QuantizedLinear) for module in model.modules())
     assert packed == 8  # the projections of attention
+    experts = [module for module in model.modules() if isinstance(module, ExpertWeights)]
+    assert len(experts) == (0 if name == "gptq_act" else 4)
     assert error(model, right) < 1e-4
     tensors = load_file(path / "model.safetensors")
     kind = "weight_packed" if name == "int4" else "qweight"

@@ -119,6 +119,7 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     from lamina.models.convert import layer_shapes
     from lamina.models.load import max_model_len, weights_dtype
     from lamina.models.meta_capture import check_plannable, plan_cuts
+    from lamina.models.quantization.pack_experts import PackedExperts
     from lamina.models.quantization.pack_weights import PackedLayer, replace_layers
     from lamina.models.quantization.round_to_nearest import BY_NAME
     from lamina.models.read_shard import WHOLE, weight_bytes
@@ -148,11 +149,12 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     weights = config.topology.of_rank(config.topology.normalized_weights, 0)
     max_len, wire = config.model.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
     on_cpu = pick_device("--compute-device", config.devices.compute_device, 0).type == "cpu"
-    kept, rounding = list[PackedLayer](), BY_NAME.get(config.model.quantization)
+    kept, rounding = list[PackedLayer | PackedExperts](), BY_NAME.get(config.model.quantization)
     if on_cpu:
         kept = replace_layers(planned.model, directory, planned.shard or WHOLE, backend, rounding)
     stored = weight_bytes(planned.model, directory, planned.shard)
-    quantized = sum(backend.packed_bytes(dtype, each.layer.out_features, each.layer.in_features) for each in kept)
+    linear = [each.layer for each in kept if isinstance(each, PackedLayer)]
+    quantized = sum(backend.packed_bytes(dtype, layer.out_features, layer.in_features) for layer in linear)
     packed, shared = (0, 0) if in_process else _packed(planned.program, backend, config, stored, free, quantized)
     return _RankFacts(
         weights=stored,

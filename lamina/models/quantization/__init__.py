@@ -48,8 +48,9 @@ class QuantizedTensor:
     """A weight of a model that several stored tensors describe. ``name``: of the weight that they stand for. ``parts``:
     the names of all of them, those included that are not needed.
 
-    ``packed`` reads them as codes with scales; None if they are no such codes, or no 2-D weight. ``values`` returns
-    what the format defines, in fp32. Both raise ModelError that names the stored tensor at fault.
+    ``packed`` reads them as codes with scales; None if they are no such codes, or no 2-D weight. ``experts`` does so
+    with a weight of three dimensions, [N, K] of one expert after the other. ``values`` returns what the format defines,
+    in fp32. All raise ModelError that names the stored tensor at fault.
     """
 
     name: str
@@ -57,6 +58,7 @@ class QuantizedTensor:
     parts: tuple[str, ...]
     values: Callable[[Read], Tensor]
     packed: Callable[[Read], GroupedCodes] | None = None
+    experts: Callable[[Read], Iterator[GroupedCodes]] | None = None
 
 
 class StoredFormat(Protocol):

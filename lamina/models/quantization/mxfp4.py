@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lamina.models.errors import ModelError
@@ -39,14 +41,15 @@ class MicroscaledExperts:
                 raise ModelError(f"{scales.name} {list(scales.shape)} does not fit {name} {list(blocks.shape)}")
             experts, columns, groups = scales.shape
             shape = (experts, groups * 2 * _BYTES, columns)
-            yield QuantizedTensor(base, shape, (name, scales.name), _values(name, scales.name))
+            each = partial(_each, name, scales.name)
+            yield QuantizedTensor(base, shape, (name, scales.name), partial(_values, each), experts=each)
 
 
-def _values(blocks: str, scales: str) -> Any:
-    def values(read: Read) -> Tensor:
-        codes, by = read(blocks), powers_of_two(scales, read(scales))
-        experts, columns, _ = by.shape
-        flat = GroupedCodes(unpack_nibbles(codes).reshape(experts * columns, -1), by.flatten(0, 1), values=E2M1)
-        return flat.dequantized().view(experts, columns, -1).transpose(1, 2).contiguous()
+def _each(blocks: str, scales: str, read: Read) -> Iterator[GroupedCodes]:
+    codes, by = read(blocks), powers_of_two(scales, read(scales))
+    for q, own in zip(codes, by, strict=True):
+        yield GroupedCodes(unpack_nibbles(q).flatten(1), own, values=E2M1)
 
-    return values
+
+def _values(each: Callable[[Read], Iterator[GroupedCodes]], read: Read) -> Tensor:
+    return torch.stack([codes.dequantized().T for codes in each(read)])

@@ -18,6 +18,7 @@ from lamina.ops.gemm import LinearBackend
 from . import QuantizedTensor, Read, gguf_weights
 from .gguf_file import is_gguf
 from .grouped_codes import GroupedCodes
+from .pack_experts import PackedExperts, Source, replace_experts
 from .quantized_linear import QuantizedLinear
 from .round_to_nearest import RoundToNearest
 
@@ -36,7 +37,21 @@ class PackedLayer(NamedTuple):
     layer: QuantizedLinear
     weight: QuantizedTensor
     cut: ShardedDim | None
+    shard: ShardPlan
     is_only_use: bool
+
+    @property
+    def stored(self) -> frozenset[str]:
+        """The names of stored weights that nothing else reads."""
+        return frozenset([self.weight.name] if self.is_only_use else [])
+
+    def fill(self, read: Read, backend: LinearBackend) -> None:
+        """Give the layer its packed weight. Raises ModelError."""
+        codes = _part(self.weight, self.cut, self.shard, read)
+        packed = codes.for_kernels()
+        assert packed is not None  # as on the meta device
+        self.layer.data, self.layer.form = backend.pack_quantized(packed)
+        self.layer.order = codes.order
 
 
 def replace_layers(
@@ -45,15 +60,16 @@ def replace_layers(
     shard: ShardPlan,
     backend: LinearBackend,
     rounding: RoundToNearest | None = None,
-) -> list[PackedLayer]:
-    """Replace each linear layer of ``model``, on the meta device, whose stored weight ``backend`` can keep packed; the
-    new ones have no contents yet. ``shard`` has shrunk the model. ``rounding``: of weights that are stored as floats.
-    Raises UnsupportedModelError that names a weight which no cut leaves whole groups of.
+) -> list[PackedLayer | PackedExperts]:
+    """Replace each linear layer of ``model``, on the meta device, whose stored weight ``backend`` can keep packed, and
+    experts on one rank; the new ones have no contents yet. ``shard`` has shrunk the model. ``rounding``: of weights
+    stored as floats. Raises UnsupportedModelError that names a weight which no cut leaves whole groups of.
     """
     stored = stored_weights(directory)
-    if rounding is None and not any(w.quantized and w.quantized.packed for w in stored):
+    if rounding is None and not any(w.quantized and (w.quantized.packed or w.quantized.experts) for w in stored):
         return []
-    names, replaced, read = WeightNames(model), list[PackedLayer](), _on_meta(directory)
+    names, replaced, read = WeightNames(model), list[PackedLayer | PackedExperts](), _on_meta(directory)
+    experts: dict[str, list[Source]] = {}
     targets = [names.find(weight.name) for weight in stored]
     layers = _Linears(model, {target.name for target in targets})
     for weight, (target, converter) in zip(stored, targets, strict=True):
@@ -61,6 +77,8 @@ def replace_layers(
         if quantized is None and rounding is not None and layers.reads_text(target):
             quantized = rounding.weight(weight, is_head=layers.is_head(target))
         owner = layers.owner(target)
+        if quantized is not None:
+            experts.setdefault(target, []).append(Source(quantized, converter))
         if quantized is None or quantized.packed is None or converter is not None or owner is None:
             continue
         bias, cut = model.get_submodule(owner)._parameters["bias"], shard.sharded_dims.get(f"{owner}.weight")
@@ -70,7 +88,9 @@ def replace_layers(
             continue
         layer = QuantizedLinear(*backend.pack_quantized(packed), bias, codes.order)
         layers.replace(owner, layer)
-        replaced.append(PackedLayer(layer, quantized, cut, is_only_use=target == f"{owner}.weight"))
+        replaced.append(PackedLayer(layer, quantized, cut, shard, is_only_use=target == f"{owner}.weight"))
+    if shard.weight_shard.size == 1:
+        replaced += replace_experts(model, experts, read, backend)
     return replaced
 
 
@@ -112,16 +132,6 @@ class _Linears:
         setattr(self._model.get_submodule(parent), key, layer)
         tied = getattr(self._model, "all_tied_weights_keys", {})
         self._model.all_tied_weights_keys = {to: by for to, by in tied.items() if to != f"{owner}.weight"}
-
-
-def fill(layers: list[PackedLayer], shard: ShardPlan, read: Read, backend: LinearBackend) -> None:
-    """Give each layer its packed weight, one after the other. Raises ModelError."""
-    for layer, weight, cut, _ in layers:
-        codes = _part(weight, cut, shard, read)
-        packed = codes.for_kernels()
-        assert packed is not None  # as on the meta device
-        layer.data, layer.form = backend.pack_quantized(packed)
-        layer.order = codes.order
 
 
 def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, read: Read) -> GroupedCodes:

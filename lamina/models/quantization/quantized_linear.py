@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from lamina.ops.gemm.quantized import PackedForm
 from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
 
+from .quantized_experts import ExpertWeights, packed_experts
+
 
 class QuantizedLinear(nn.Module):
     """A torch.nn.Linear whose weight is packed. ``data`` [1, bytes] and ``form`` are as a backend has packed them."""
@@ -41,10 +43,14 @@ class QuantizedLinear(nn.Module):
 
 def packed_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return tensors on the meta device, in the shape of each packed weight, by the name that a plain one has."""
-    known = {name: PackedForm.decode(form) for name, form in packed_forms(model).items()}
-    return {f"{name}.weight": torch.empty(form.cols, form.k_size, device="meta") for name, form in known.items()}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    known = {name: PackedForm.decode(layer.form) for name, layer in layers.items()}
+    linear = {f"{name}.weight": torch.empty(form.cols, form.k_size, device="meta") for name, form in known.items()}
+    experts = packed_experts(model).items()
+    return linear | {name: torch.empty(layer.plain_shape, device="meta") for name, layer in experts}
 
 
 def packed_forms(model: nn.Module) -> dict[str, str]:
     """Return the form of each layer's packed weight, by the layer's name. Captures have it as a constant."""
-    return {name: module.form for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    kinds = QuantizedLinear | ExpertWeights
+    return {name: module.form for name, module in model.named_modules() if isinstance(module, kinds)}

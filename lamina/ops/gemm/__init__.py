@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import Tensor
 
@@ -72,6 +74,18 @@ class LinearBackend(Protocol):
         """
         ...
 
+    def pack_quantized_experts(self, weights: Iterable[QuantizedWeight], count: int) -> PackedWeight:
+        """Return copies of ``count`` weights of one form, as of ``pack_quantized``: data [count, bytes]. Raises
+        ValueError for weights of several forms.
+        """
+        ...
+
+    def linear_quantized_experts(self, x: Tensor, data: Tensor, ids: Tensor, b: Tensor | None, form: str) -> Tensor:
+        """Return each row of x [rows, K] times the packed weight number ids[row] plus b[ids[row]]: [rows, N]. A row has
+        the bits that ``linear_quantized`` gives it. Raises ValueError for operands that do not fit.
+        """
+        ...
+
 
 def get(name: str, threads: int) -> LinearBackend:
     """Open the backend ``name``; "auto" is the first entry of the table that this machine can run. Raises ValueError
@@ -106,7 +120,11 @@ def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
 
     from lamina.converter import redirect
 
-    from .quantized_op import QUANTIZED_LINEAR_OP
+    from .quantized_op import QUANTIZED_EXPERTS_OP, QUANTIZED_LINEAR_OP
 
-    methods = {torch.ops.aten.linear.default: "linear", QUANTIZED_LINEAR_OP: "linear_quantized"}
+    methods = {
+        torch.ops.aten.linear.default: "linear",
+        QUANTIZED_LINEAR_OP: "linear_quantized",
+        QUANTIZED_EXPERTS_OP: "linear_quantized_experts",
+    }
     return redirect(program, "gemm", backend, methods)

@@ -9,6 +9,7 @@ computes of a row depends on that row alone, bit for bit, packed or not.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from . import row_blocks
 from ._gemm import Engine, usable
+from .expert_rows import by_expert
 from .packed_memory import PackedMemory, PrivateMemory
 from .quantized import PackedForm, PackedWeight, QuantizedWeight
 
@@ -68,11 +70,36 @@ class NativeLinear:
             return PackedWeight(torch.empty(1, size, dtype=torch.uint8, device="meta"), form.encode())
         data, is_there = self.packed_memory.allocate(w.codes, size)
         if not is_there:
-            codes, scales = w.codes.contiguous(), w.scales.contiguous()
-            offsets = torch.empty(0) if w.offsets is None else w.offsets.contiguous()
-            sources = codes.data_ptr(), scales.data_ptr(), offsets.data_ptr()
-            self.engine.pack_quantized(*sources, data.data_ptr(), form.cols, form.k_size, *numbers)
+            self._pack_into(data, w, form)
         return PackedWeight(data[None], form.encode())
+
+    def _pack_into(self, data: Tensor, w: QuantizedWeight, form: PackedForm) -> None:
+        codes, scales = w.codes.contiguous(), w.scales.contiguous()
+        offsets = torch.empty(0) if w.offsets is None else w.offsets.contiguous()
+        sources = codes.data_ptr(), scales.data_ptr(), offsets.data_ptr()
+        numbers = native_form(form.encode()).numbers
+        self.engine.pack_quantized(*sources, data.data_ptr(), form.cols, form.k_size, *numbers)
+
+    def pack_quantized_experts(self, weights: Iterable[QuantizedWeight], count: int) -> PackedWeight:
+        """Return copies of ``count`` weights in panels of columns, in ``packed_memory``: data [count, bytes]. Raises
+        ValueError for weights of several forms.
+        """
+        data, form = torch.empty(0, dtype=torch.uint8), None
+        for number, w in enumerate(weights):
+            own = PackedForm.of("native", w)
+            if form is None:
+                form = own
+                size = self.engine.quantized_bytes(form.cols, form.k_size, *native_form(form.encode()).numbers)
+                data = self.packed_memory.allocate(w.codes, count * size)[0].view(count, size)
+            if own != form:
+                raise ValueError("experts of several forms cannot be packed together")
+            self._pack_into(data[number], w, form)
+        assert form is not None
+        return PackedWeight(data, form.encode())
+
+    def linear_quantized_experts(self, x: Tensor, data: Tensor, ids: Tensor, b: Tensor | None, form: str) -> Tensor:
+        """Return each row of x [rows, K] times the packed weight number ids[row] plus b[ids[row]]: [rows, N]."""
+        return by_expert(self.linear_quantized, x, data, ids, b, form)
 
     def linear_quantized(self, x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
         """Return x [..., K] times the packed weight plus b [N], [..., N]. Raises ValueError for operands that do not

@@ -1,6 +1,7 @@
-"""The operator of linear layers whose weights are quantized: ``torch.ops.lamina.quantized_linear``.
+"""The operators of layers whose weights are quantized: ``quantized_linear`` and ``quantized_experts`` of
+``torch.ops.lamina``.
 
-It is captured with the model and stays in its slices, where ``lamina.ops.gemm.bind`` gives it the worker's backend.
+They are captured with the model and stay in its slices, where ``lamina.ops.gemm.bind`` gives them the worker's backend.
 Until then the backend that has packed the weight computes it on threads of its own, so that a slice can be tried.
 """
 
@@ -30,6 +31,18 @@ def _(x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], PackedForm.decode(form).cols)
 
 
+@torch.library.custom_op("lamina::quantized_experts", mutates_args=())
+def quantized_experts(x: Tensor, data: Tensor, ids: Tensor, b: Tensor | None, form: str) -> Tensor:
+    """Return each row of x [rows, K] times the packed weight data[ids[row]] [N, K], plus b[ids[row]]: [rows, N]."""
+    backend = _backend(PackedForm.decode(form).order, torch.get_num_threads())
+    return backend.linear_quantized_experts(x, data, ids, b, form)
+
+
+@quantized_experts.register_fake
+def _(x: Tensor, data: Tensor, ids: Tensor, b: Tensor | None, form: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], PackedForm.decode(form).cols)
+
+
 @cache
 def _backend(name: str, threads: int) -> LinearBackend:
     backend: LinearBackend = import_module(f".{name}", __package__).open_backend(threads)
@@ -37,3 +50,4 @@ def _backend(name: str, threads: int) -> LinearBackend:
 
 
 QUANTIZED_LINEAR_OP = torch.ops.lamina.quantized_linear.default
+QUANTIZED_EXPERTS_OP = torch.ops.lamina.quantized_experts.default

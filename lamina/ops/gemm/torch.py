@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from . import row_blocks
+from .expert_rows import by_expert
 from .packed_memory import PackedMemory, PrivateMemory
 from .quantized import PackedForm, PackedWeight, QuantizedWeight
 
@@ -43,6 +46,17 @@ class TorchLinear:
         known.check(x, b)
         w = _unpacked(data, known).dequantized(torch.float32)
         return F.linear(x.float(), w, None if b is None else b.float()).to(x.dtype)
+
+    def pack_quantized_experts(self, weights: Iterable[QuantizedWeight], count: int) -> PackedWeight:
+        """Return the parts of each of ``count`` weights: data [count, bytes]. Raises ValueError for several forms."""
+        packed = [self.pack_quantized(w) for w in weights]
+        if len({each.form for each in packed}) != 1 or len(packed) != count:
+            raise ValueError("experts of several forms cannot be packed together")
+        return PackedWeight(torch.cat([each.data for each in packed]), packed[0].form)
+
+    def linear_quantized_experts(self, x: Tensor, data: Tensor, ids: Tensor, b: Tensor | None, form: str) -> Tensor:
+        """Return each row of x [rows, K] times the packed weight number ids[row] plus b[ids[row]]: [rows, N]."""
+        return by_expert(self.linear_quantized, x, data, ids, b, form)
 
     def max_engine_rows(self, dtype: torch.dtype) -> int:
         """Return 0: there is no engine."""
