@@ -1,5 +1,7 @@
 """Mixtures of experts whose experts are stored with few bits: they compute what transformers does in fp32 with weights
 that the published formulas give, number by number.
+
+Covers: lamina/models/quantization/pack_experts.py, lamina/models/quantization/quantized_experts.py.
 """
 
 from __future__ import annotations
