@@ -20,6 +20,7 @@ from lamina.request.structured_outputs import FORMS
 
 from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
+from .common.preflight import check_gpus
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=64)
 ABOUT_DEFAULTS = (
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE")
     if args.dry_run:
         return _dry_run(args.model, config, prompts, params.max_tokens)
+    check_gpus(config)
     tokenizer = _tokenizer(args.model, config, prompts, params.max_tokens)
     from lamina.api.llm import LLM
 

@@ -21,7 +21,7 @@ from lamina.config.option import parse_seconds
 from lamina.facts.host_memory import memory_bytes
 from lamina.facts.report import size_text
 from lamina.models.chat_template import read_template
-from lamina.models.checkpoint import peek_config
+from lamina.models.checkpoint import check_source, peek_config
 from lamina.observe.log_lines import log_json, say
 from lamina.server.journal.journal_directory import check_journal_directory
 from lamina.server.server_config import ServerConfig
@@ -31,7 +31,7 @@ from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
 from .common.group_flags import FlagValue, add_groups
 from .common.parser import Parser
-from .common.preflight import check, workers_that_would_start
+from .common.preflight import check, check_gpus, workers_that_would_start
 
 if TYPE_CHECKING:
     from lamina.server.journal.journal import Journal
@@ -147,6 +147,8 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     from lamina.server.engine_client.messages import StartEngine
 
     given = engine.model
+    check_gpus(engine)
+    check_source(model)
     peek_config(
         model,
         trust_remote_code=given.trust_remote_code,

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from lamina.config.engine_config import EngineConfig
 from lamina.engine.feature import EngineFeature
+from lamina.facts.report import count_text
 from lamina.observe.trace import Event, Recorder
 from lamina.observe.trace_collection import ROUND_TRIPS, Tracer
 from lamina.protocol.control import ClockRequest, ClockTime, ComputeReady, RunRound, Stats, StatsRequest, StepDone
@@ -88,9 +89,12 @@ class WorkerExecutor:
 
                     self.borrower = open_borrower(config, self.registry, self.workers, self.resizer)
                 self.workers.start(model)
-                on_progress("connecting workers", 0, 1)
+                counts = config.topology.num_workers.items()
+                awaited = ", ".join(count_text(count, f"{role} worker") for role, count in counts if count)
+                stage = f"connecting workers: awaits {awaited}"
+                on_progress(stage, 0, 1)
                 self.ready = self.workers.connect()
-                on_progress("connecting workers", 1, 1)
+                on_progress(stage, 1, 1)
                 self._read_clocks()
                 self.workers.spare_workers.start_missing(config.deadlines.start_timeout_s)
             self._state.enter(ExecutorState.RUNNING)

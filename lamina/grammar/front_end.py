@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,8 @@ from lamina.protocol.control import Vocabulary
 from lamina.request import SamplingParams
 from lamina.request.structured_outputs import StructuredOutputsParams
 
-from .compiler import GrammarCompiler, source_of
+from .compiler import GrammarCompiler, GrammarError, source_of
+from .schema_place import place_of
 
 LIMIT_S = 10.0  # for a grammar, once it begins to compile
 QUEUE_S = 60.0  # before that
@@ -63,7 +65,13 @@ class GrammarFrontEnd:
         def work() -> str:
             if begun.set_running_or_notify_cancel():
                 begun.set_result(None)
-            return self._check(source_of(asked, self._own_compiler().specials))
+            try:
+                return self._check(source_of(asked, self._own_compiler().specials))
+            except GrammarError as e:
+                place = place_of(str(e), json.loads(asked.json)) if isinstance(asked.json, str) else ""
+                if not place:
+                    raise
+                raise GrammarError(f"{e} (in {place})") from e
 
         return begun, self._threads.submit(work)
 

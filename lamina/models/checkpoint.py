@@ -78,6 +78,17 @@ def _find(source: str | os.PathLike[str], trust_remote_code: bool, weights: bool
     return _download(name, patterns)
 
 
+def check_source(source: str) -> None:
+    """Check, before anything is started, that a model's directory exists or that the hub or its cache has the model.
+    Raises ModelError.
+    """
+    if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(source):
+        from huggingface_hub import try_to_load_from_cache
+
+        if not isinstance(try_to_load_from_cache(source, "config.json"), str):
+            _download(source, ["config.json"])
+
+
 def peek_config(
     source: str | os.PathLike[str], *, trust_remote_code: bool = False, hf_overrides: str = "", quantization: str = ""
 ) -> dict[str, Any]:

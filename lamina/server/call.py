@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ from .memory_limits import least_total
 from .metrics.engine_metrics import EngineMetrics
 from .metrics.http_metrics import PromptMeter, ServerMetrics
 from .queue_limit import QueueLimit, QueueTicket
+from .reasoning_parsers import missing_marks
 from .request.intake import TextLines
 from .request.prompt_processing import Prompt, PromptProcessor
 from .request.sampling_request import PARAMS
@@ -46,6 +48,15 @@ from .server_config import ServerConfig
 from .tool_parsers import parser_of_template
 
 RECOVERING = "recovering"  # a worker was lost and is being replaced; its requests continue after that
+WITHOUT_MARKS = (
+    "--reasoning-parser %s: neither the chat template nor the vocabulary has %s, so the model may not reason: its "
+    "answers, and calls of tool_choice required, may then be taken for reasoning; leave the flag out"
+)
+WITHOUT_TOOLS = (
+    "a request has tools, but the model's chat template leaves them out: the model does not see what they do, and "
+    "knows only the form that tool_choice required makes it write (--chat-template sets another template)"
+)
+logger = logging.getLogger(__name__)
 DRAINING = "draining"  # set by the operator, who may undo it
 
 
@@ -78,6 +89,11 @@ class Service:
         self.defaults, self.journal = defaults, journal
         self.created = int(time.time())
         self.tool_parser = _tool_parser_of(config, tokenizer)
+        self.shows_tools = "tools" in _template_of(tokenizer)
+        self._has_warned_of_tools = False
+        name = config.reasoning_parser
+        if name and (lacking := missing_marks(name, _template_of(tokenizer), tokenizer.get_vocab())):
+            logger.warning(WITHOUT_MARKS, name, lacking)
         long_texts = LongTexts(tokenizer, config.tokenizer_timeout_s, flag_name("tokenizer_timeout_s"))
         form = config.chat_template_content_format
         self.prompt_processor = PromptProcessor(tokenizer, client.ready, renderer, long_texts, form)
@@ -133,12 +149,24 @@ class Service:
             return f"the engine has made no progress for {self.client.seconds_without_progress:.1f} s"
         return None
 
+    def note_tools(self) -> None:
+        """Log once that a request has tools that the model's chat template leaves out."""
+        if not self.shows_tools and not self._has_warned_of_tools:
+            self._has_warned_of_tools = True
+            logger.warning(WITHOUT_TOOLS)
+
     def check_model(self, name: str | None) -> str:
         """Return the name that the client used, or the server's first name. Raises ApiError 404 for an unknown one."""
         if name is not None and name not in self.names:
             text = f"the model {name[:128]!r} does not exist; this server has {self.names[0]!r}"
             raise ApiError(404, text, param="model", code="model_not_found")
         return name or self.names[0]
+
+
+def _template_of(tokenizer: Any) -> str:
+    """Return the text of a chat template, or of all of them; "" for none."""
+    template = getattr(tokenizer, "chat_template", None)
+    return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")
 
 
 def _tool_parser_of(config: ServerConfig, tokenizer: Any) -> str | None:

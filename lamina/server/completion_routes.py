@@ -77,6 +77,8 @@ async def chat(request: Request) -> Response:
     params = chat_params(body, service.config, service.client.ready, service.defaults)
     use = tool_use_of(body, service.tool_parser)
     set_tools(params, use)
+    if use is not None:
+        service.note_tools()
     variables = await service.prompt_processor.variables(body) | tool_variables(body)
     reasoning = service.config.reasoning_parser
     if reasoning and has_special_marks(reasoning):

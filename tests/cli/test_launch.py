@@ -38,7 +38,8 @@ def test_print_config_is_what_a_run_would_use(capsys: pytest.CaptureFixture[str]
     printed = json.loads(capsys.readouterr().out)
     assert printed["memory_workers"] == 4
     assert printed["overlap"] is False
-    assert set(printed) == {"model", *(f.name for f in OPTIONS.values())}
+    flags = {"attention": "attention_backend", "kv_memory": "kv_cache_memory_bytes"}
+    assert set(printed) == {"model", *(flags.get(f.name, f.name) for f in OPTIONS.values())}
 
 
 def test_every_option_has_a_flag_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from lamina.config.flag_groups import RENAMED_FLAGS
 from lamina.utils.yaml_file import read_yaml
+
+from .group_flags import GroupAction
 
 FLAG = "--config"
 _HIDDEN = "***"  # a key, as --print-config prints it
@@ -41,22 +43,51 @@ def read_config(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
         table: Any = read_yaml(file, f"{FLAG} {file}")
         if not isinstance(table, dict):
             raise ValueError(f"{FLAG} {file} has no table of options: see --print-config")
-        for key, value in table.items():
-            name = str(key).replace("-", "_")
-            name = _BY_FLAG.get(name, name)
-            if name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else "see --print-config"
-                raise ValueError(f"{FLAG} {file}: there is no option {key} ({hint})")
-            if value == _HIDDEN:
-                continue
-            if (action := actions.get(name)) is not None:
-                value = _checked(action, value, f"{FLAG} {file}: {key}")
-                if not action.option_strings:
-                    action.nargs, action.required = "?", False
-            parser.set_defaults(**{name: value})
+        _take(parser, actions, known, table, f"{FLAG} {file}")
     except (ValueError, ImportError) as error:
         parser.error(str(error))
+
+
+def _take(
+    parser: argparse.ArgumentParser,
+    actions: Mapping[str, argparse.Action],
+    known: Collection[str],
+    table: Mapping[Any, Any],
+    subject: str,
+) -> None:
+    """Make the values of a table the defaults of ``parser``. Raises ValueError, ImportError."""
+    given = dict[str, str]()  # option -> its key in the file
+    for key, value in table.items():
+        name = str(key).replace("-", "_")
+        name = _BY_FLAG.get(name, name)
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see --print-config"
+            raise ValueError(f"{subject}: there is no option {key} ({hint})")
+        if value == _HIDDEN:
+            continue
+        action, options = actions.get(name), {name: value}
+        if isinstance(action, GroupAction) and _is_text_of(value, parser._defaults.get(name)):
+            if not isinstance(value, str):
+                raise ValueError(f"{subject}: {key} must be text, as after {action.option_strings[0]}, not {value!r}")
+            options = action.read(value)
+        elif action is not None and not isinstance(action, GroupAction):
+            options = {name: _checked(action, value, f"{subject}: {key}")}
+            if not action.option_strings:
+                action.nargs, action.required = "?", False
+        for option in options:
+            if (before := given.setdefault(option, str(key))) != str(key):
+                raise ValueError(f"{subject}: {before} and {key} set the same: leave one out")
+        parser.set_defaults(**options)
+
+
+def _is_text_of(value: Any, default: Any) -> bool:
+    """Return whether a value is the text of a flag with keys, and not of its option of the same name. ``default``: of
+    that option; None = there is none.
+    """
+    if default is None:
+        return True
+    return isinstance(value, str) and (":" in value or "=" in value or not isinstance(default, str))
 
 
 def _checked(action: argparse.Action, value: Any, name: str) -> Any:

@@ -76,8 +76,12 @@ def check_at_least(args: argparse.Namespace, low: int, *names: str) -> None:
 
 
 def print_config(config: EngineConfig, **more: Any) -> None:
-    """JSON on stdout: what was asked for, and the defaults of the rest."""
-    print(json.dumps({**more, **flat_options(config)}, indent=2))
+    """JSON on stdout: what was asked for, and the defaults of the rest, by the names of flags where these set one
+    option.
+    """
+    options = {**more, **flat_options(config)}
+    shown = {RENAMED_FLAGS.get(name, name).strip("-").replace("-", "_"): value for name, value in options.items()}
+    print(json.dumps(shown, indent=2))
 
 
 def _kind(option: Option) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def add_groups(
         own = {name: values[name] for name in group.options}
         group_of(group.options[0]).add_argument(
             group.flag,
-            action=_GroupAction,
+            action=GroupAction,
             group=group,
             values=own,
             default=argparse.SUPPRESS,
@@ -43,18 +43,21 @@ def add_groups(
     return grouped
 
 
-class _GroupAction(argparse.Action):
+class GroupAction(argparse.Action):
     """Sets the options that a group's text names."""
 
     def __init__(self, *args: Any, group: FlagGroup, values: Mapping[str, FlagValue], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._group, self._values = group, values
 
+    def read(self, text: str) -> dict[str, Any]:
+        """Return the options that ``text`` sets. Raises ValueError, and ImportError where a file needs a reader."""
+        return {name: _value(name, self._values[name], each) for name, each in self._group.parse(text).items()}
+
     def __call__(self, parser: Any, namespace: argparse.Namespace, text: Any, option_string: Any = None) -> None:
         given: set[str] = vars(namespace).setdefault(GIVEN, set())
         try:
-            for name, each in self._group.parse(text).items():
-                value = _value(name, self._values[name], each)
+            for name, value in self.read(text).items():
                 if name in given and getattr(namespace, name) != value:
                     before = flag_text(name, getattr(namespace, name))
                     raise ValueError(f"{self._group.flag} {text}: {before} is there, too: leave one out")

@@ -11,9 +11,11 @@ from typing import Any
 
 from lamina import netstack
 from lamina.config.engine_config import EngineConfig
+from lamina.config.flag_groups import flag_name
 from lamina.config.resolve import ModelLimits, check_model, check_names
 from lamina.env import cluster_key
 from lamina.executor.transport_choice import choose_transport
+from lamina.facts.gpus import why_no_gpu
 from lamina.facts.host_memory import check_kv_memory_fits
 from lamina.facts.report import count_text
 from lamina.models.checkpoint import peek_config
@@ -36,6 +38,16 @@ def check(model: str, config: EngineConfig) -> int:
         _open(config.launch.scheme, config.devices.rdma_device)
     directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
     return _check_checkpoint(directory, config)
+
+
+def check_gpus(config: EngineConfig) -> None:
+    """Raise ValueError for a GPU that this host surely lacks, before anything is started or imported."""
+    for name in ("compute_device", "memory_device"):
+        asked = getattr(config.devices, name)
+        if asked.startswith("cuda") and not config.launch.may_span_hosts and (why := why_no_gpu()):
+            raise ValueError(
+                f"{flag_name(name)} {asked}: {why}: use cpu, or a torch built for CUDA on a host with a GPU"
+            )
 
 
 def _open(scheme: str, rdma_device: str) -> None:

@@ -6,6 +6,7 @@ from .contract import ReasoningParser
 from .think_tags import ThinkTags
 
 SPECIAL = False
+MARKS: tuple[str, ...] = ()
 _MARKS = (
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),

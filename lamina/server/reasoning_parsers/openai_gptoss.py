@@ -8,6 +8,7 @@ from lamina.server.tool_parsers.harmony import CHANNEL, ENDS, MESSAGE, START, Ha
 from .contract import Parts, ReasoningParser
 
 SPECIAL = True
+MARKS: tuple[str, ...] = ("<|channel|>",)
 
 
 class _Channels:

@@ -6,6 +6,7 @@ from .contract import ReasoningParser
 from .think_tags import ThinkTags
 
 SPECIAL = False
+MARKS: tuple[str, ...] = ("<think>", "</think>")
 
 
 def open_parser(prompt_end: str) -> ReasoningParser:

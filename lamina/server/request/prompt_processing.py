@@ -5,6 +5,7 @@ tokenizes; long texts go to a process. Requests of several API keys take turns.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,7 @@ from .openai_protocol import ChatRequest, Message, Sampling, TokenizeRequest
 from .tool_request import check_history, template_call
 
 T = TypeVar("T")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TRUNCATED_TOKENS = 1 << 20  # tokens of a prompt that the engine cuts to what fits
 
 
@@ -152,6 +154,7 @@ class PromptProcessor:
         """Return a conversation in the model's template with ``variables`` set. ``special``: add the tokenizer's
         special tokens, too. ``counts``: it may be longer than what can be served. Raises ApiError.
         """
+        self._check_roles(messages)
         check_history(messages)
         conversation = [_plain(m, i) for i, m in enumerate(messages)]
         texts = [text for message in messages for text in _texts_of(message)]
@@ -231,6 +234,15 @@ class PromptProcessor:
             bad = next(t for t in ids if not 0 <= t < vocab)
             text = f"{param}: token id {bad} is out of vocabulary: token ids must lie in 0..{vocab - 1}"
             raise ApiError(400, text, param=param, code="invalid_value")
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        """Raises ApiError for a role that is neither OpenAI's nor one that the chat template names in quotes."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        for number, role in enumerate(message.role for message in messages):
+            if role not in ROLES and not re.search(rf"""["']{re.escape(role)}["']""", str(template)):
+                where = f"messages.{number}.role"
+                text = f"{where} must be one of {', '.join(ROLES)}, not {role!r}"
+                raise ApiError(400, text, param=where, code="invalid_value")
 
     def _check_chars(self, chars: int, param: str) -> None:
         if chars > self._max_chars:

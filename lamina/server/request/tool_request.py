@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -159,6 +160,7 @@ def template_call(call: ToolCall, where: str) -> dict[str, Any]:
 
 def tool_error(text: str) -> ApiError:
     """Return the error of a grammar by the field that the client sent."""
+    text = re.sub(r"\$defs\.function(\d+)\b", r"tools.\1.function.parameters", text)
     return _error(text.replace("structured_outputs.json", "tools").replace("structured_outputs", "tools"), "tools")
 
 

@@ -40,7 +40,34 @@ def test_a_file_may_be_yaml_with_flags_as_they_are_written(tmp_path: Path, capsy
     file = tmp_path / "config.yaml"
     file.write_text("memory-workers: 3\nkv-cache-memory-bytes: 1GiB\nserved-model-name: 7\n")
     config = printed(capsys, "serve", "m", "--config", str(file))
-    assert (config["memory_workers"], config["kv_memory"], config["served_model_name"]) == (3, "1GiB", "7")
+    assert (config["memory_workers"], config["kv_cache_memory_bytes"], config["served_model_name"]) == (3, "1GiB", "7")
+
+
+def test_options_have_one_spelling_which_is_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, file = printed(capsys, "serve", "m", "--attention-backend", "reference"), tmp_path / "config"
+    assert first["attention_backend"] == "reference"
+    assert not {"attention", "kv_memory"} & first.keys()
+    for key in ("attention", "attention_backend", "attention-backend"):
+        file.write_text(f"{key}: reference")
+        assert printed(capsys, "serve", "m", "--config", str(file)) == first, "also as earlier versions spelled it"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("limits: 'n=3,body=1MiB'", ["--limits", "n=3,body=1MiB"]),
+        ("kv-offload: dir=/x", ["--kv-offload", "dir=/x"]),
+        ("pipeline: 'auto:3'", ["--pipeline", "auto:3"]),
+        ("pipeline: auto", ["--pipeline", "auto"]),
+        ("max_n: 3\ntimeouts: header=2s", ["--limits", "n=3", "--timeouts", "header=2s"]),
+    ],
+)
+def test_a_flag_with_keys_is_read_as_on_the_command_line(
+    text: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config"
+    file.write_text(text)
+    assert printed(capsys, "serve", "m", "--config", str(file)) == printed(capsys, "serve", "m", *flags)
 
 
 def test_a_hidden_key_is_not_taken_for_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +86,10 @@ def test_a_hidden_key_is_not_taken_for_a_key(tmp_path: Path, capsys: pytest.Capt
         ("port: [1]", "port must be one value, not [1]"),
         ("port:", "port must be one value, not None"),
         ("port: 80.5", "port must be a whole number, not 80.5"),
+        ("limits: x", "--limits x"),
+        ("limits: 3", "limits must be text, as after --limits, not 3"),
+        ("limits: n=3\nmax_n: 4", "limits and max_n set the same: leave one out"),
+        ("attention: native\nattention_backend: auto", "attention and attention_backend set the same"),
         ("dashboard: 'no'", "dashboard must be true or false, not 'no'"),
     ],
 )

@@ -41,6 +41,8 @@ def test_what_is_too_long_is_told_in_the_words_that_clients_look_for(path: str, 
         ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role must have at least 1 character"),
         ({"messages": [{"role": "tool", "content": "x"}]},
          "messages.0.tool_call_id must be the id of a call in an earlier message"),
+        ({"messages": [TURN, {"role": "usr", "content": "x"}]},
+         "messages.1.role must be one of system, developer, user, assistant, tool, not 'usr'"),
         ({"messages": [{"role": "function", "content": "x"}]},
          "messages.0.role: 'function' replies to a call of the old form: send role 'tool' with a tool_call_id"),
         ({"n": 0}, "n must be at least 1, not 0"),
@@ -62,6 +64,16 @@ def test_a_value_that_cannot_be_is_told_as_what_it_must_be(body: Any, text: str)
     error = error_of(ask("POST", "/v1/chat/completions", make_service(), json={**talk, **body}))
     assert error["message"] == text
     assert error["param"] == text.replace(":", " ").split()[0]
+
+
+def test_a_role_that_the_chat_template_names_is_taken() -> None:
+    service, body = make_service(), {"messages": [TURN, {"role": "ipython", "content": "1"}], "max_tokens": 1}
+    tokenizer = service.prompt_processor.tokenizer
+    assert ask("POST", "/v1/chat/completions", service, json=body).status_code == 400
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'ipython' %}out: {% endif %}{{ m.content }}{% endfor %}"
+    )
+    assert ask("POST", "/v1/chat/completions", service, json=body).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["x", "2048", "-1", "1.5", "٣", "9" * 70])

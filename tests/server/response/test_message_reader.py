@@ -134,6 +134,28 @@ def test_a_text_cut_off_in_the_mark_of_reasoning_is_nothing(choice: Any) -> None
     assert "tool_calls" not in one["message"]
 
 
+def test_a_parser_of_reasoning_for_a_model_without_its_marks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    make_service(reasoning_parser="granite")
+    assert not caplog.records, "its marks are plain text"
+    make_service(reasoning_parser="qwen3")
+    (record,) = caplog.records
+    text = "--reasoning-parser qwen3: neither the chat template nor the vocabulary has <think> and </think>"
+    assert record.getMessage().startswith(text)
+
+
+def test_a_template_without_tools_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    client = FakeClient()
+    client.ready = replace(client.ready, end_token_ids=[1])
+    service = make_service(client)
+    for _ in range(2):
+        ask("POST", CHAT, service, json={**TALK, "tools": [TOOL], "tool_choice": "none"})
+    assert not caplog.records
+    for _ in range(2):
+        assert ask("POST", CHAT, service, json={**TALK, "tools": [TOOL], "tool_choice": "required"}).status_code == 200
+    (record,) = caplog.records
+    assert record.getMessage().startswith("a request has tools, but the model's chat template leaves them out: ")
+
+
 def test_without_tools_text_stays_text() -> None:
     for body in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         whole, _ = ask_both(HERMES, body=body, tool_call_parser="hermes")
