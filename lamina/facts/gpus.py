@@ -1,4 +1,4 @@
-"""Whether this host can have a GPU for torch, known without the seconds that an import of torch takes."""
+"""A look for a GPU that torch can use, without the seconds that an import of torch takes."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ from .tool_parsers import parser_of_template
 
 RECOVERING = "recovering"  # a worker was lost and is being replaced; its requests continue after that
 WITHOUT_MARKS = (
-    "--reasoning-parser %s: neither the chat template nor the vocabulary has %s, so the model may not reason: its "
-    "answers, and calls of tool_choice required, may then be taken for reasoning; leave the flag out"
+    "--reasoning-parser %s: neither the chat template nor the vocabulary has %s. If the model does not reason, leave "
+    "the flag out: its answers, also to tool_choice required, may be taken for reasoning"
 )
 WITHOUT_TOOLS = (
-    "a request has tools, but the model's chat template leaves them out: the model does not see what they do, and "
-    "knows only the form that tool_choice required makes it write (--chat-template sets another template)"
+    "a request has tools, but the model's chat template leaves them out. Set another one (--chat-template): the model "
+    "knows only the form of a call that tool_choice required makes it write"
 )
 logger = logging.getLogger(__name__)
 DRAINING = "draining"  # set by the operator, who may undo it

@@ -45,5 +45,5 @@ ATTACKS = (
     ),
     Attack("lending", by_tests("tests/executor/lending/test_lending_services.py", "tests/lending/test_debt_ledger.py")),
     Attack("ray", by_tests("tests/cluster/test_cluster_files.py::test_ray_is_never_joined_without_a_token")),
-    Attack("late-verbs-writes", partial(_not_tried, "in the guest only: make test-vm-all")),
+    Attack("late-verbs-writes", partial(_not_tried, "needs the guest: make test-vm-all")),
 )

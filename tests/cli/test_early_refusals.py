@@ -1,4 +1,4 @@
-"""What no start can mend is refused in the first second: before torch is imported, and before any worker starts."""
+"""Early refusals: before torch is imported, and before any worker starts."""
 
 from __future__ import annotations
 

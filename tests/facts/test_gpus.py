@@ -1,4 +1,4 @@
-"""What is known of GPUs without torch agrees with torch."""
+"""A look for GPUs without torch agrees with torch."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_template_without_tools_is_logged_once(caplog: pytest.LogCaptureFixtur
     for _ in range(2):
         assert ask("POST", CHAT, service, json={**TALK, "tools": [TOOL], "tool_choice": "required"}).status_code == 200
     (record,) = caplog.records
-    assert record.getMessage().startswith("a request has tools, but the model's chat template leaves them out: ")
+    assert record.getMessage().startswith("a request has tools, but the model's chat template leaves them out. ")
 
 
 def test_without_tools_text_stays_text() -> None:
