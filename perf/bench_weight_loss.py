@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="a GGUF file in place of the shipped model")
     parser.add_argument("--floats", type=Path, help="a folder for its weights in fp32; a temporary one otherwise")
     parser.add_argument("--forms", default="int8,int4", help="by comma: int8, int4, or with a group as int4:128")
+    parser.add_argument("--gemm", default="native", help="backend of packed weights; torch is faster by AVX2")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="positions of a window")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
@@ -109,7 +110,7 @@ def main() -> None:
             path = args.floats or Path(folder)
             reference.save_pretrained(path)
         round_to_nearest.BY_NAME.update(forms)
-        backend = gemm.get("native", torch.get_num_threads())
+        backend = gemm.get(args.gemm, torch.get_num_threads())
         others = {form: load(path, dtype="float32", quantization=form, backend=backend).model for form in forms}
         model = args.gguf.name if args.gguf else "tiny_lm"
         for form, each in losses(reference, others, ids).items():
@@ -119,7 +120,13 @@ def main() -> None:
                 bound = upper_bound(values)
                 figures[name] = {"mean": sum(values) / len(values), "upper_95": bound, "limit": most}
                 figures[name]["held"] = bound < most
-            settings = {"model": model, "form": form, "rounding": forms[form].name, "windows": args.windows}
+            settings = {
+                "model": model,
+                "form": form,
+                "rounding": forms[form].name,
+                "gemm": args.gemm,
+                "windows": args.windows,
+            }
             line = record("bench_weight_loss", settings | {"length": args.length}, figures, write=args.write)
             print(line, flush=True)
 
