@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,6 +59,8 @@ from lamina.workers.worker_process import write_error
 
 from .attention_client import MissingKvError, RefusedError
 from .compile_passes import compile_passes
+
+log = logging.getLogger(__name__)
 
 MESSAGES = (
     StartCompute
@@ -189,6 +192,7 @@ class ModelServer:
     def load_and_cut(self) -> CutModel:
         """Load the model and cut it at its attention operators. Raises ModelError, ValueError."""
         from lamina.models.capture_cache import can_cache
+        from lamina.models.checkpoint import is_quantized
         from lamina.models.convert import convert_model, layer_shapes, recurrent_layers
         from lamina.models.load import load
 
@@ -208,6 +212,8 @@ class ModelServer:
             size=start.topology.tensor_parallel_size,
             backend=backend if self.staging.device.type == "cpu" else None,
         )
+        if self.staging.device.type != "cpu" and loaded.path is not None and is_quantized(loaded.path):
+            log.warning("weights of few bits become numbers of %s on a GPU: only CPUs keep them packed", loaded.dtype)
         max_len = max_sequence_length(start.model.max_model_len, loaded.max_model_len, loaded.longest_model_len)
         self.clock.lap("load_s")
         self._progress("cutting the model", 0, 1)
