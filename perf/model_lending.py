@@ -1,11 +1,10 @@
-"""The gain from settling debts in circles (DistAttention's figure 10, arXiv 2401.02669): modelled, not measured.
+"""The loss by debtors that lend nothing, so that no debts form circles: modelled, not measured.
 
 Instances of 40 blocks each lend and borrow by the shipped policy, on a virtual clock over a network that loses nothing
 (simulation.lending). Requests come by chance, most of few blocks, some of more than an instance has. A request goes on
 as fast as its instance does. That is slower by the part of its data that is on loan, times how much slower a creditor's
-link is. Data of requests that end is freed where it lies. Prints requests a second and the part on loan, with and
-without settlements, and where instead no debtor lends, so that there are no circles. --write appends a line for each to
-perf/results/model_lending.jsonl.
+link is. Data of requests that end is freed where it lies. Prints requests a second and the part on loan, where
+all lend, and where no debtor lends. --write appends a line for each to perf/results/model_lending.jsonl.
 
     python perf/model_lending.py --write        # half a minute of CPU
 """
@@ -20,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import record
-
-from lamina.lending.settler import Settler
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from simulation.lending.instance import SimInstance
@@ -43,16 +40,16 @@ class LentTask:
 class LendingTraffic(LendingWorld):
     """``slower``: a step on borrowed blocks, in steps at home."""
 
-    def __init__(self, of: LendingScenario, arrivals: int, *, settles: bool, slower: float) -> None:
+    def __init__(self, of: LendingScenario, arrivals: int, *, slower: float) -> None:
         super().__init__(of)
-        self._wild, self._settles, self._slower = False, settles, slower
+        self._wild, self._slower = False, slower
         self._chance = random.Random(of.seed)
         self._lines: dict[str, deque[LentTask]] = {}
         self._running: dict[str, list[LentTask]] = {}
         self.left, self.done, self._on_loan, self._data = arrivals, 0, 0.0, 0.0
 
-    def run(self) -> tuple[float, float, int]:
-        """Requests a second, the part of all data that is on loan, and blocks that settlements have brought home."""
+    def run(self) -> tuple[float, float]:
+        """Requests a second, and the part of all data that is on loan."""
         arrivals = self.left
         self._start_ledger()
         for index in range(self.of.instances):
@@ -63,7 +60,7 @@ class LendingTraffic(LendingWorld):
         self._arrive()
         while self.done < arrivals:
             assert self.clock.advance(self.clock.now + 60.0)
-        return self.done / self.clock.now, self._on_loan / self._data, self._settled
+        return self.done / self.clock.now, self._on_loan / self._data
 
     def _arrive(self) -> None:
         if self.left:
@@ -92,10 +89,6 @@ class LendingTraffic(LendingWorld):
     def _change(self, one: SimInstance) -> None:
         """Its data is that of its requests."""
 
-    def _settling(self, settler: Settler) -> None:
-        if self._settles:
-            super()._settling(settler)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,14 +99,13 @@ def main() -> None:
     args = parser.parse_args()
     of = LendingScenario(args.seed, args.instances, cap=40, debtor_cap=40, drift=0.0, delay_s=0.005, beat_s=0.5)
     for slower in (1.0, 3.0):
-        for settles, one_way in ((False, False), (True, False), (False, True)):
-            played = replace(of, one_way=one_way)
-            rate, share, settled = LendingTraffic(played, args.arrivals, settles=settles, slower=slower).run()
+        for one_way in (False, True):
+            rate, share = LendingTraffic(replace(of, one_way=one_way), args.arrivals, slower=slower).run()
             settings = {
                 "arrivals": args.arrivals, "instances": args.instances, "seed": args.seed, "slower": slower,
-                "settles": settles, "one_way": one_way,
+                "one_way": one_way,
             }  # fmt: skip
-            result = {"requests_per_s": round(rate, 4), "on_loan": round(share, 4), "settled_blocks": settled}
+            result = {"requests_per_s": round(rate, 4), "on_loan": round(share, 4)}
             print(record("model_lending", settings, result, write=args.write), flush=True)
 
 

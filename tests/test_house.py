@@ -85,7 +85,7 @@ POLICY = (
     "scheduler/conductor/queues.py", "scheduler/conductor/overload.py",
     "scheduler/sessions/context_overflow.py", "kv/fetch_window.py", "kv/layerwise_load.py",
     "protocol/blocks/extents.py", "lending/creditor.py", "lending/debtor.py",
-    "lending/debt_graph.py", "lending/debt_ledger.py", "lending/settler.py", "server/memory_budget.py",
+    "lending/debt_graph.py", "lending/debt_ledger.py", "server/memory_budget.py",
     "server/memory_limits.py",
 )  # fmt: skip
 

@@ -26,14 +26,11 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class LendingTerms:
-    """The terms of a creditor. ``max_lent``: the most blocks lent. ``max_lent_per_debtor``: the same for one debtor.
-    ``threshold``: the smallest debt worth a settlement.
-    """
+    """The terms of a creditor. ``max_lent``: the most blocks lent. ``max_lent_per_debtor``: the same for one debtor."""
 
     max_lent: int
     max_lent_per_debtor: int
     lease_s: float = 10.0
-    threshold: int = 1
     location: str = ""
     address: str = ""
 
@@ -63,7 +60,6 @@ class Creditor:
         self._busy = busy
         self._next = 0
         self._heartbeat_number = 0
-        self._frozen_until = 0.0
         # Debtor -> its last request and the reply.
         self.answered: dict[str, tuple[int, LoanGranted | LoanRefused]] = {}
 
@@ -85,7 +81,7 @@ class Creditor:
         last, answer = self.answered.get(ask.debtor, (-1, None))
         if ask.number <= last:
             return answer if ask.number == last else None
-        why = self.refusal_reason(ask.debtor, ask.blocks, now)
+        why = self.refusal_reason(ask.debtor, ask.blocks)
         if why:
             self.refusals += 1
             refused = LoanRefused(number=ask.number, creditor=self.name, beat=self._heartbeat_number, why=why)
@@ -146,41 +142,30 @@ class Creditor:
         self.free += self.leases.pop(number).blocks
         self.own_blocks.discard(number)
 
-    def freeze(self, until: float) -> None:
-        """Make no new loans until then: what debtors give back is for this instance alone."""
-        self._frozen_until = until
-
     def heartbeat(self, now: float) -> Heartbeat:
         """Return the next heartbeat."""
         self.expire(now)
         self._heartbeat_number += 1
         debtors = sorted({x.debtor for x in self.leases.values()} - {self.name})
-        room = (
-            0
-            if self._busy() or now < self._frozen_until
-            else min(self.free_blocks, self.terms.max_lent - self.lent_blocks)
-        )
+        room = 0 if self._busy() else min(self.free_blocks, self.terms.max_lent - self.lent_blocks)
         return Heartbeat(
             name=self.name,
             number=self._heartbeat_number,
             free=max(0, room),
             cap=self.terms.max_lent,
             debtor_cap=self.terms.max_lent_per_debtor,
-            threshold=self.terms.threshold,
             lent=tuple(Debt(d, self.lent_to(d)) for d in debtors),
             place=self.terms.location,
             address=self.terms.address,
         )
 
-    def refusal_reason(self, debtor: str, blocks: int, now: float) -> str:
+    def refusal_reason(self, debtor: str, blocks: int) -> str:
         if blocks < 1:
             return "no blocks were requested"
         if blocks > self.free_blocks:
             return f"{self.free_blocks} blocks are free"
         if debtor == self.name:
             return ""
-        if now < self._frozen_until:
-            return "debts are being settled"
         if self.lent_blocks + blocks > self.terms.max_lent:
             return f"{self.lent_blocks} of {self.terms.max_lent} blocks are lent"
         if (had := self.lent_to(debtor)) + blocks > self.terms.max_lent_per_debtor:

@@ -102,10 +102,6 @@ class DebtLedger:
             if d.blocks
         }
 
-    def thresholds(self, now: float) -> dict[str, int]:
-        """Return, by instance, the fewest blocks that it gives back at a time."""
-        return {e.heartbeat.name: e.heartbeat.threshold for e in self.live_instances(now)}
-
     def _may_lend(self, entry: LedgerEntry, debtor: str) -> bool:
         return entry.heartbeat.name != debtor and entry.heartbeat.number > entry.refused
 

@@ -8,7 +8,6 @@ clock. So a creditor never gets a block back that its debtor still uses, whichev
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,8 +18,6 @@ from .lending_messages import (
     Candidates,
     CandidatesRequest,
     CreditorRefused,
-    Freeze,
-    Frozen,
     GiveBack,
     LeaseRemainder,
     LoanGranted,
@@ -29,8 +26,6 @@ from .lending_messages import (
     Recall,
     Renew,
     Renewed,
-    Settle,
-    Thaw,
 )
 
 LEDGER = ""  # the ledger's name as an address; instances have names of their own
@@ -80,18 +75,12 @@ class _Open(NamedTuple):
     leases: tuple[int, ...]
 
 
-class _Settling(NamedTuple):
-    order: Freeze
-    until: float
-
-
 @dataclass
 class Debtor:
-    """The state of one debtor. ``may_stage``: whether so many blocks fit here for a while, in free space or swap."""
+    """The state of one debtor."""
 
     name: str
     terms: BorrowingTerms
-    may_stage: Callable[[int], bool] = lambda blocks: True
     num_wanted: int = 0  # blocks, in addition to what it has
     loans: dict[tuple[str, int], Borrowed] = field(default_factory=dict)  # by creditor and lease
     addresses: dict[str, str] = field(default_factory=dict)  # creditor -> address, from the ledger
@@ -100,7 +89,6 @@ class Debtor:
     _search_at: float = 0.0
     _renew_at: float = float("inf")
     _open: dict[int, _Open] = field(default_factory=dict)
-    _settling: _Settling | None = None
     _number: int = 0
 
     @property
@@ -116,14 +104,6 @@ class Debtor:
     def blocks_of(self, creditor: str) -> int:
         """Return the blocks borrowed from ``creditor``."""
         return sum(b.blocks for b in self.loans.values() if b.creditor == creditor)
-
-    def owed_to(self, creditor: str) -> int:
-        """Return the blocks of leases of ``creditor`` that are not recalled."""
-        return sum(b.blocks for b in self.loans.values() if b.creditor == creditor and not b.recalled)
-
-    def frozen_until(self, now: float) -> float:
-        """Return the time until which it neither borrows nor lends; 0.0: it is not frozen."""
-        return self._settling.until if self._settling is not None and now < self._settling.until else 0.0
 
     def tick(self, now: float) -> list[Outgoing]:
         """End expired leases, and return messages that are due: renewals, the next loan request, a new query."""
@@ -151,18 +131,11 @@ class Debtor:
             case Recall():
                 if (loan := self.loans.get((message.creditor, message.lease))) is not None:
                     loan.recalled = max(loan.recalled, min(message.blocks, loan.blocks))
-            case Freeze():
-                return self._freeze(message, now)
-            case Settle():
-                return self._settle(message, now)
-            case Thaw():
-                if self._settling is not None and self._settling.order.settlement == message.settlement:
-                    self._settling = None
         return []
 
     def ask(self, creditor: str, address: str, blocks: int, now: float) -> list[Outgoing]:
-        """Request blocks of one known creditor only, its own. Does nothing during another search or a freeze."""
-        if self._search is not None or self.frozen_until(now):
+        """Request blocks of one known creditor only, its own. Does nothing during another search."""
+        if self._search is not None:
             return []
         self.addresses[creditor] = address
         self._search = _Search(self._count(), blocks, now, deque([Candidate(creditor, address, blocks)]))
@@ -194,7 +167,7 @@ class Debtor:
 
     # Search for more blocks
     def _begin_search(self, now: float) -> list[Outgoing]:
-        if self.num_wanted < 1 or self._search is not None or now < self._search_at or self.frozen_until(now):
+        if self.num_wanted < 1 or self._search is not None or now < self._search_at:
             return []
         self._search = _Search(self._count(), self.num_wanted, now)
         query = CandidatesRequest(
@@ -211,7 +184,7 @@ class Debtor:
         return self._next_ask(search, now)
 
     def _next_ask(self, search: _Search, now: float) -> list[Outgoing]:
-        if not search.left or self.frozen_until(now):
+        if not search.left:
             return self._give_up(now)
         search.asked, search.ask, search.since = search.left.popleft(), self._count(), now
         blocks = max(1, min(search.blocks, search.asked.free))
@@ -270,29 +243,6 @@ class Debtor:
                 loan.until = max(loan.until, asked.sent_at + SAFETY_FACTOR * message.lease_s)
             else:
                 loan.recalled = loan.blocks
-
-    # Settlement of debts
-    def _freeze(self, order: Freeze, now: float) -> list[Outgoing]:
-        current = self._settling if self.frozen_until(now) else None
-        ready = (current is None or current.order.settlement == order.settlement) and (
-            self._search is None and self.owed_to(order.creditor) >= order.blocks and self.may_stage(order.blocks)
-        )
-        if ready:
-            self._settling = _Settling(order, now + order.freeze_s)
-        return [(LEDGER, Frozen(settlement=order.settlement, name=self.name, ready=ready))]
-
-    def _settle(self, order: Settle, now: float) -> list[Outgoing]:
-        settling = self._settling
-        if settling is None or settling.order.settlement != order.settlement or now >= settling.until:
-            return []
-        creditor, left, out = settling.order.creditor, settling.order.blocks, list[Outgoing]()
-        self._settling = settling._replace(order=msgspec.structs.replace(settling.order, blocks=0))  # it may come twice
-        for loan in [b for b in self.loans.values() if b.creditor == creditor and not b.recalled]:
-            count = min(left, loan.blocks)
-            if count:
-                out += self.give_back(creditor, loan.lease, loan.blocks - count)
-            left -= count
-        return out
 
     def _count(self) -> int:
         self._number += 1

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 MAX_NAMES = 4096  # in one message
 MAX_CANDIDATES = 3
 MAX_BLOCKS = 1 << 40
@@ -73,7 +73,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     free: Count
     cap: Count
     debtor_cap: Count
-    threshold: Count = 1  # debts smaller than this are not worth a settlement
     lent: Debts = ()
     place: Text = ""  # parts by "/", the widest first: zone/rack/host
     address: Text = ""  # where debtors connect, HOST:PORT
@@ -169,37 +168,6 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True, tag="recall"):
     blocks: Count
 
 
-class Freeze(msgspec.Struct, frozen=True, kw_only=True, tag="freeze"):
-    """Ledger -> each member of a cycle: report whether you could give ``blocks`` back to ``creditor``; lend and borrow
-    nothing until Settle, Thaw or ``freeze_s`` seconds. The reply is Frozen.
-    """
-
-    settlement: Number
-    creditor: Name
-    blocks: Count
-    freeze_s: Seconds
-
-
-class Frozen(msgspec.Struct, frozen=True, kw_only=True, tag="frozen"):
-    """Member of a cycle -> ledger: the reply to Freeze."""
-
-    settlement: Number
-    name: Name
-    ready: bool  # False: it is not frozen either
-
-
-class Settle(msgspec.Struct, frozen=True, kw_only=True, tag="settle"):
-    """Ledger -> each member of a cycle, if all are ready: give back what Freeze named, out of free space or swap."""
-
-    settlement: Number
-
-
-class Thaw(msgspec.Struct, frozen=True, kw_only=True, tag="thaw"):
-    """Ledger -> each member of a cycle, if one is not ready: continue as before."""
-
-    settlement: Number
-
-
 class LenderRow(msgspec.Struct, frozen=True, array_like=True):
     """An instance, as the ledger knows it."""
 
@@ -219,7 +187,7 @@ class LenderRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DebtCycle(msgspec.Struct, frozen=True, array_like=True):
-    """A cycle of instances, each of which could give ``blocks`` blocks back to the next one."""
+    """A cycle of instances, each of which owes the next one ``blocks`` blocks or more."""
 
     members: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NAMES)]
     blocks: Count
@@ -232,7 +200,7 @@ class DebtsReply(msgspec.Struct, frozen=True, kw_only=True, tag="debts-are"):
     cycles: Annotated[tuple[DebtCycle, ...], msgspec.Meta(max_length=MAX_NAMES)]
 
 
-ToLedger = LendingHello | Heartbeat | CandidatesRequest | CreditorRefused | Frozen | DebtsRequest
-FromLedger = LendingWelcome | Candidates | Freeze | Settle | Thaw | DebtsReply
+ToLedger = LendingHello | Heartbeat | CandidatesRequest | CreditorRefused | DebtsRequest
+FromLedger = LendingWelcome | Candidates | DebtsReply
 ToCreditor = LendingHello | LoanRequest | Renew | GiveBack
 FromCreditor = LendingWelcome | LoanGranted | LoanRefused | Renewed | Recall | GuestEnded

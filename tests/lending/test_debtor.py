@@ -11,8 +11,6 @@ from lamina.lending.lending_messages import (
     Candidates,
     CandidatesRequest,
     CreditorRefused,
-    Freeze,
-    Frozen,
     GiveBack,
     LeaseRemainder,
     LoanGranted,
@@ -21,8 +19,6 @@ from lamina.lending.lending_messages import (
     Recall,
     Renew,
     Renewed,
-    Settle,
-    Thaw,
 )
 
 
@@ -100,37 +96,7 @@ def test_what_is_not_renewed_is_wanted_back() -> None:
     assert isinstance(renew, Renew)
     debtor.on_message(Renewed(number=renew.number, creditor="a", leases=(), lease_s=10.0), 4.1)
     assert debtor.loans["a", 0].recalled == 5
-    assert debtor.owed_to("a") == 0
     debtor.give_back("a", 0, 3)
     assert debtor.loans["a", 0].recalled == 3
     debtor.on_message(Recall(creditor="a", lease=0, blocks=99), 4.2)
     assert debtor.loans["a", 0].recalled == 3
-
-
-def test_a_settlement_gives_back_what_was_agreed_once() -> None:
-    debtor = searching()
-    debtor.on_message(granted(2, "a"), 0.2)
-    freeze = Freeze(settlement=8, creditor="a", blocks=3, freeze_s=5.0)
-    assert debtor.on_message(freeze, 1.0) == [(LEDGER, Frozen(settlement=8, name="d", ready=True))]
-    assert debtor.frozen_until(1.0) == 6.0
-    debtor.num_wanted = 4
-    assert debtor.tick(1.5) == [], "it borrows nothing meanwhile"
-    assert debtor.on_message(Settle(settlement=9), 2.0) == []
-    assert debtor.on_message(Settle(settlement=8), 2.0) == [("a", GiveBack(debtor="d", left=LeaseRemainder(0, 2)))]
-    assert debtor.on_message(Settle(settlement=8), 2.1) == []
-    assert debtor.num_borrowed == 2
-
-
-def test_it_is_ready_only_for_what_it_owes_and_can_stage() -> None:
-    debtor = searching()
-    debtor.on_message(granted(2, "a"), 0.2)
-    asked = ((1, "a", 6), (2, "b", 1), (3, "a", 1))
-    orders = [Freeze(settlement=n, creditor=c, blocks=k, freeze_s=5.0) for n, c, k in asked]
-    ready = [out[0][1].ready for out in (debtor.on_message(o, 1.0) for o in orders)]  # type: ignore[attr-defined]
-    assert ready == [False, False, True]
-    debtor.on_message(Thaw(settlement=2), 1.1)
-    assert debtor.frozen_until(1.1)
-    debtor.on_message(Thaw(settlement=3), 1.1)
-    assert not debtor.frozen_until(1.1)
-    debtor.may_stage = lambda blocks: False
-    assert not debtor.on_message(orders[2], 1.2)[0][1].ready  # type: ignore[attr-defined]

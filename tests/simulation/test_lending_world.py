@@ -1,7 +1,5 @@
-"""Leases, ledger and settlements on a virtual clock, over a network that delays, loses and doubles, with crashes; and
+"""Leases and the ledger on a virtual clock, over a network that delays, loses and doubles, with crashes; and
 mistakes in them, each of which is seen.
-
-Covers: lamina/lending/settler.py.
 """
 
 from __future__ import annotations
@@ -60,11 +58,7 @@ def _keeps_late_grants(self: Debtor, message: Any, now: float) -> list[Any]:
     return []
 
 
-def _settles_all(self: Debtor, order: Any, now: float) -> list[Any]:
-    return [x for b in list(self.loans.values()) for x in self.give_back(b.creditor, b.lease, 0)]
-
-
-def _no_cap(self: Creditor, debtor: str, blocks: int, now: float) -> str:
+def _no_cap(self: Creditor, debtor: str, blocks: int) -> str:
     return "" if 0 < blocks <= self.free_blocks else "none is free"
 
 
@@ -85,8 +79,8 @@ def _renews_for_ever(self: Debtor, message: Any) -> None:
             loan.until += 2 * message.lease_s
 
 
-def _turns_away(self: Creditor, debtor: str, blocks: int, now: float, why: Any = Creditor.refusal_reason) -> str:
-    return str(why(self, debtor, blocks, now) or ("it is not your turn" if debtor != self.name and blocks > 4 else ""))
+def _turns_away(self: Creditor, debtor: str, blocks: int, why: Any = Creditor.refusal_reason) -> str:
+    return str(why(self, debtor, blocks) or ("it is not your turn" if debtor != self.name and blocks > 4 else ""))
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
@@ -101,8 +95,6 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "blocks come back and stay lent": (Creditor, "_shrink", _frees_and_keeps),
     "a renewal counts from its answer, and more": (Debtor, "_renewed", _renews_for_ever),
     "who comes first is not served": (Creditor, "refusal_reason", _turns_away),
-    "a freeze does not hold": (Creditor, "freeze", lambda self, until: None),
-    "a settlement gives all back": (Debtor, "_settle", _settles_all),
     "who borrows lends": (SimInstance, "_busy", lambda self: ""),
     "a debtor keeps what has ended": (Debtor, "expire", lambda self, now: []),
 }

@@ -25,7 +25,7 @@ class SimInstance:
         self.swapped = 0
         self._recalls, self._one_way, self._rng = of.recalls, of.one_way, rng
         self._asks = 0
-        terms = LendingTerms(of.cap, of.debtor_cap, of.lease_s, of.threshold, place)
+        terms = LendingTerms(of.cap, of.debtor_cap, of.lease_s, place)
         self.creditor = Creditor(name, of.blocks, terms, self._busy)
         self.debtor = Debtor(name, BorrowingTerms(place, answer_s=0.5, retry_s=0.4))
 
@@ -63,7 +63,6 @@ class SimInstance:
             self.creditor.give_back(message)
         else:
             out += self.debtor.on_message(message, now)
-            self.creditor.freeze(self.debtor.frozen_until(now))
         return out + self.settle_down()
 
     def settle_down(self) -> list[Outgoing]:

@@ -10,12 +10,10 @@ from lamina.lending.lending_messages import (
     Candidates,
     CandidatesRequest,
     CreditorRefused,
-    Freeze,
     Heartbeat,
     LoanGranted,
     LoanRefused,
     LoanRequest,
-    Settle,
 )
 
 from .instance import SimInstance
@@ -32,7 +30,6 @@ class LendingOracle:
         self._lent: dict[str, dict[str, int]] = {}  # as it was when it was looked at last
         self._newest: dict[str, int] = {}  # heartbeat that has come to the ledger
         self._refused: dict[str, int] = {}
-        self._orders: dict[tuple[str, int], Freeze] = {}
         self._answers: dict[tuple[str, str], tuple[int, object]] = {}  # by creditor and debtor: its last ask
 
     # Of one instance, whenever something has happened there:
@@ -118,7 +115,7 @@ class LendingOracle:
         room = min(of.blocks - used, of.cap - lent, of.debtor_cap - had)
         if of.one_way and (debts_of(one) or one.debtor.is_seeking):
             return False
-        return ask.blocks <= room and not one.debtor.frozen_until(now)
+        return ask.blocks <= room
 
     def ended(self, creditor: SimInstance, dead: str) -> None:
         """A lease's time after a debtor's end, and the time of the messages that were in flight."""
@@ -160,24 +157,6 @@ class LendingOracle:
         assert len({*names, query.debtor}) == len(names) + 1, f"{names} for {query.debtor}"
         for name in names:
             assert self._newest[name] > self._refused.get(name, -1), f"{name} has refused, and sent no heartbeat since"
-
-    # Of settlements:
-    def freezes(self, name: str, order: Freeze) -> None:
-        """An instance gets this message."""
-        self._orders[name, order.settlement] = order
-
-    def settled(self, one: SimInstance, order: Settle, before: Mapping[str, int], owed: Mapping[str, int]) -> int:
-        """Debts to one creditor fall by what was agreed upon, or by all that is left, or stay; all others stay.
-        ``before``: creditor -> blocks; ``owed``: the same, of leases that go on. How many have gone home.
-        """
-        freeze, after = self._orders[one.name, order.settlement], debts_of(one)
-        fallen = {c: count - after.get(c, 0) for c, count in before.items() if count != after.get(c, 0)}
-        assert not fallen.keys() - {freeze.creditor}, f"{one.name} settles {freeze}, and gives {fallen} back"
-        given = fallen.get(freeze.creditor, 0)
-        assert given in (0, min(freeze.blocks, owed.get(freeze.creditor, 0))), (
-            f"{one.name} settles {freeze}, and gives {given} back"
-        )
-        return given
 
 
 def debts_of(one: SimInstance) -> dict[str, int]:

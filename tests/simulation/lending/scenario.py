@@ -35,7 +35,6 @@ class LendingScenario:
     recalls: bool = False
     one_way: bool = False
     drift: float = 0.02
-    threshold: int = 2
 
 
 def lending_scenario(seed: int, instances: int = 0) -> LendingScenario:
@@ -53,7 +52,6 @@ def lending_scenario(seed: int, instances: int = 0) -> LendingScenario:
         crashes=rng.choice((0, 1, 3)),
         ledger_crashes=rng.choice((0, 0, 1, 2)),
         recalls=rng.random() < 0.5,
-        threshold=rng.choice((1, 2, 4)),
         one_way=rng.random() < 0.25,
     )
 

@@ -14,17 +14,13 @@ from lamina.lending.debtor import LEDGER, Outgoing
 from lamina.lending.lending_messages import (
     CandidatesRequest,
     CreditorRefused,
-    Freeze,
-    Frozen,
     Heartbeat,
     LoanRequest,
-    Settle,
 )
-from lamina.lending.settler import Settler
 from lamina.tools.plan.simulator.clock import VirtualClock
 
 from .instance import SimInstance
-from .oracle import LendingOracle, debts_of
+from .oracle import LendingOracle
 from .scenario import LendingScenario
 
 TICK_S = 0.3
@@ -32,12 +28,11 @@ RESTART_S = 1.0
 
 
 class LendingPlayed(NamedTuple):
-    """Counts of what has happened. ``settled``: blocks; ``borrowed``: that one instance had at most at one time."""
+    """Counts of what has happened. ``borrowed``: that one instance had at most at one time."""
 
     messages: int
     granted: int
     refused: int
-    settled: int
     crashes: int
     borrowed: int
 
@@ -63,7 +58,7 @@ class LendingWorld:
         self.instances: dict[str, SimInstance] = {}
         self._ledger: DebtLedger | None = None
         self._wild = True
-        self._messages = self._granted = self._refused = self._settled = self._crashes = self._borrowed = 0
+        self._messages = self._granted = self._refused = self._crashes = self._borrowed = 0
         self._lives = 0
 
     def play(self) -> LendingPlayed:
@@ -77,7 +72,7 @@ class LendingWorld:
             self.clock.later(rng.uniform(1.0, of.wild_s), self._crash_ledger)
         self._run(of.wild_s)
         self._calm()
-        return LendingPlayed(self._messages, self._granted, self._refused, self._settled, self._crashes, self._borrowed)
+        return LendingPlayed(self._messages, self._granted, self._refused, self._crashes, self._borrowed)
 
     def _run(self, seconds: float) -> None:
         end = self.clock.now + seconds
@@ -168,15 +163,12 @@ class LendingWorld:
     # The ledger:
     def _start_ledger(self) -> None:
         self._ledger = DebtLedger(silent_s=4 * self.of.beat_s)
-        self._settler = Settler(self._ledger, self._rng, freeze_s=2.0)
-        self._settling(self._settler)
+        self._forgetting(self._ledger)
 
-    def _settling(self, settler: Settler) -> None:
+    def _forgetting(self, ledger: DebtLedger) -> None:
         def again() -> None:
-            if self._ledger is not None and settler is self._settler:
-                self._ledger.forget(self.clock.now)
-                for to, message in settler.begin(self.clock.now):
-                    self._send(LEDGER, to, message)
+            if ledger is self._ledger:
+                ledger.forget(self.clock.now)
                 self.clock.later(self.of.beat_s, again)
 
         self.clock.later(self.of.beat_s, again)
@@ -203,9 +195,6 @@ class LendingWorld:
             answer = ledger.answer(message, self.clock.now)
             self.oracle.proposed(message, answer)
             self._send(LEDGER, sender, answer)
-        elif isinstance(message, Frozen):
-            for to, order in self._settler.on_message(message, self.clock.now):
-                self._send(LEDGER, to, order)
 
     # The network:
     def _send(self, sender: str, to: str, message: msgspec.Struct) -> None:
@@ -226,24 +215,8 @@ class LendingWorld:
         elif (one := self.instances.get(to)) is not None:
             if isinstance(message, LoanRequest):
                 self._watch(one, sender, message)
-            elif isinstance(message, Settle):
-                self._settle(one, message)
             else:
-                if isinstance(message, Freeze):
-                    self.oracle.freezes(one.name, message)
                 self._act(one, lambda: one.hear(sender, message))
-
-    def _settle(self, one: SimInstance, order: Settle) -> None:
-        """Only what is agreed upon goes back; data that new room at home takes is the same."""
-        one.settle_down()
-        before, owed = debts_of(one), {c: one.debtor.owed_to(c) for c in debts_of(one)}
-
-        def hear() -> list[Outgoing]:
-            out = one.debtor.on_message(order, one.now())
-            self._settled += self.oracle.settled(one, order, before, owed)
-            return out + one.settle_down()
-
-        self._act(one, hear)
 
     def _watch(self, one: SimInstance, sender: str, ask: LoanRequest) -> None:
         """An ask is answered at once, as the oracle counts, but where it has come before."""
