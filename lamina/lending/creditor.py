@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from .lending_messages import (
     Debt,
-    GiveBack,
     Heartbeat,
     LoanGranted,
     LoanRefused,
@@ -99,23 +98,15 @@ class Creditor:
         return granted
 
     def renew(self, message: Renew, now: float) -> Renewed:
-        """Extend a debtor's leases, and free what it has given back of them."""
+        """Extend a debtor's leases."""
         self.expire(now)
         kept = []
-        for held in message.leases:
-            lease = self._lease_of(message.debtor, held.lease)
-            if lease is None:
-                continue
-            self._shrink(lease, held.blocks)
-            if not lease.is_recalled and lease.blocks:
+        for number in message.leases:
+            lease = self.leases.get(number)
+            if lease is not None and lease.debtor == message.debtor and not lease.is_recalled:
                 lease.until = max(lease.until, now + self.terms.lease_s)
-                kept.append(lease.number)
+                kept.append(number)
         return Renewed(number=message.number, creditor=self.name, leases=tuple(kept), lease_s=self.terms.lease_s)
-
-    def give_back(self, message: GiveBack) -> int:
-        """Free the blocks that a debtor gives back. Returns their number."""
-        lease = self._lease_of(message.debtor, message.left.lease)
-        return 0 if lease is None else self._shrink(lease, message.left.blocks)
 
     def recall(self, blocks: int) -> list[Recall]:
         """Return messages to debtors that bring ``blocks`` back, the newest loans first; earlier recalls count, too."""
@@ -126,7 +117,7 @@ class Creditor:
             if lease.debtor == self.name:
                 continue
             lease.is_recalled = True
-            orders.append(Recall(creditor=self.name, lease=lease.number, blocks=len(lease.blocks)))
+            orders.append(Recall(creditor=self.name, lease=lease.number))
             blocks -= len(lease.blocks)
         return orders
 
@@ -138,7 +129,7 @@ class Creditor:
         return over
 
     def end_lease(self, number: int) -> None:
-        """End a lease whose debtor is gone."""
+        """End a lease that is given back, or whose debtor is gone."""
         self.free += self.leases.pop(number).blocks
         self.own_blocks.discard(number)
 
@@ -171,16 +162,3 @@ class Creditor:
         if (had := self.lent_to(debtor)) + blocks > self.terms.max_lent_per_debtor:
             return f"one debtor may have {self.terms.max_lent_per_debtor} blocks, and has {had}"
         return self._busy()
-
-    def _lease_of(self, debtor: str, number: int) -> Lease | None:
-        lease = self.leases.get(number)
-        return lease if lease is not None and lease.debtor == debtor else None
-
-    def _shrink(self, lease: Lease, left: int) -> int:
-        count = max(0, len(lease.blocks) - left)
-        if count:
-            self.free += lease.blocks[left:]
-            del lease.blocks[left:]
-        if not lease.blocks and lease.number in self.leases:
-            self.end_lease(lease.number)
-        return count

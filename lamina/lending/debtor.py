@@ -19,7 +19,6 @@ from .lending_messages import (
     CandidatesRequest,
     CreditorRefused,
     GiveBack,
-    LeaseRemainder,
     LoanGranted,
     LoanRefused,
     LoanRequest,
@@ -45,14 +44,14 @@ class BorrowingTerms(NamedTuple):
 
 @dataclass
 class Borrowed:
-    """Blocks of a lease of ``creditor``, until a time of the debtor's clock. ``recalled``: blocks to be given back."""
+    """Blocks of a lease of ``creditor``, until a time of its debtor. ``is_recalled``: to be given back."""
 
     creditor: str
     lease: int
     blocks: int
     until: float
     lease_s: float
-    recalled: int = 0
+    is_recalled: bool = False
 
 
 @dataclass
@@ -130,7 +129,7 @@ class Debtor:
                 self._renewed(message)
             case Recall():
                 if (loan := self.loans.get((message.creditor, message.lease))) is not None:
-                    loan.recalled = max(loan.recalled, min(message.blocks, loan.blocks))
+                    loan.is_recalled = True
         return []
 
     def ask(self, creditor: str, address: str, blocks: int, now: float) -> list[Outgoing]:
@@ -141,15 +140,10 @@ class Debtor:
         self._search = _Search(self._count(), blocks, now, deque([Candidate(creditor, address, blocks)]))
         return self._next_ask(self._search, now)
 
-    def give_back(self, creditor: str, lease: int, left: int) -> list[Outgoing]:
-        """Keep ``left`` blocks of a lease; 0 ends it."""
-        loan = self.loans[creditor, lease]
-        assert left <= loan.blocks
-        loan.recalled = max(0, loan.recalled - (loan.blocks - left))
-        loan.blocks = left
-        if not left:
-            del self.loans[creditor, lease]
-        return [(creditor, GiveBack(debtor=self.name, left=LeaseRemainder(lease, left)))]
+    def give_back(self, creditor: str, lease: int) -> list[Outgoing]:
+        """End a lease."""
+        del self.loans[creditor, lease]
+        return [(creditor, GiveBack(debtor=self.name, lease=lease))]
 
     def expire(self, now: float) -> list[Borrowed]:
         """End and return the leases that could not be renewed in time; their contents are lost."""
@@ -198,7 +192,7 @@ class Debtor:
         key, search = (message.creditor, message.lease), self._search
         if key in self.loans:
             return []  # a duplicate
-        back: list[Outgoing] = [(message.creditor, GiveBack(debtor=self.name, left=LeaseRemainder(message.lease, 0)))]
+        back: list[Outgoing] = [(message.creditor, GiveBack(debtor=self.name, lease=message.lease))]
         if search is None or search.asked is None or (search.ask, search.asked.name) != (message.number, key[0]):
             return back  # the search is over
         self._search, self._search_at = None, now
@@ -223,16 +217,16 @@ class Debtor:
         out: list[Outgoing] = []
         self._renew_at = min((now + b.lease_s / RENEWALS for b in self.loans.values()), default=float("inf"))
         for creditor in sorted({b.creditor for b in self.loans.values()}):
-            held = tuple(LeaseRemainder(b.lease, b.blocks) for b in self.loans.values() if b.creditor == creditor)
+            held = tuple(b.lease for b in self.loans.values() if b.creditor == creditor)
             number = self._count()
-            self._open[number] = _Open(creditor, now, tuple(h.lease for h in held))
+            self._open[number] = _Open(creditor, now, held)
             out.append((creditor, Renew(debtor=self.name, number=number, leases=held)))
         while len(self._open) > MAX_OPEN_RENEWALS:
             del self._open[min(self._open)]
         return out
 
     def _renewed(self, message: Renewed) -> None:
-        """Extend renewed leases. A lease that its creditor does not renew is recalled as a whole."""
+        """Extend renewed leases. A lease that its creditor does not renew is recalled."""
         asked = self._open.pop(message.number, None)
         if asked is None or asked.creditor != message.creditor:
             return
@@ -242,7 +236,7 @@ class Debtor:
             if lease in message.leases:
                 loan.until = max(loan.until, asked.sent_at + SAFETY_FACTOR * message.lease_s)
             else:
-                loan.recalled = loan.blocks
+                loan.is_recalled = True
 
     def _count(self) -> int:
         self._number += 1

@@ -52,15 +52,8 @@ class Debt(msgspec.Struct, frozen=True, array_like=True):
     blocks: Count
 
 
-class LeaseRemainder(msgspec.Struct, frozen=True, array_like=True):
-    """A lease of which its debtor still has ``blocks`` blocks: never more than before."""
-
-    lease: Number
-    blocks: Count
-
-
 Debts = Annotated[tuple[Debt, ...], msgspec.Meta(max_length=MAX_NAMES)]
-Leases = Annotated[tuple[LeaseRemainder, ...], msgspec.Meta(max_length=MAX_NAMES)]
+Leases = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NAMES)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
@@ -149,23 +142,22 @@ class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):
 
     number: Number
     creditor: Name
-    leases: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NAMES)]
+    leases: Leases
     lease_s: Seconds
 
 
 class GiveBack(msgspec.Struct, frozen=True, kw_only=True, tag="give-back"):
-    """Debtor -> creditor: the remainder of a lease; 0 ends it. If this message is lost, the next Renew replaces it."""
+    """Debtor -> creditor: the end of a lease. If this message is lost, the lease ends as it is not renewed."""
 
     debtor: Name
-    left: LeaseRemainder
+    lease: Number
 
 
 class Recall(msgspec.Struct, frozen=True, kw_only=True, tag="recall"):
-    """Creditor -> debtor: give back ``blocks`` blocks of a lease, which is not renewed any more."""
+    """Creditor -> debtor: give back a lease, which is not renewed any more."""
 
     creditor: Name
     lease: Number
-    blocks: Count
 
 
 class LenderRow(msgspec.Struct, frozen=True, array_like=True):

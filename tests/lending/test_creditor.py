@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lamina.lending.creditor import Creditor, LendingTerms
-from lamina.lending.lending_messages import Debt, GiveBack, LeaseRemainder, LoanGranted, LoanRefused, LoanRequest, Renew
+from lamina.lending.lending_messages import Debt, LoanGranted, LoanRefused, LoanRequest, Renew
 
 
 def creditor(**changed: int) -> Creditor:
@@ -42,20 +42,18 @@ def test_caps_hold_for_all_debtors_and_for_each() -> None:
 def test_a_lease_ends_unless_it_is_renewed() -> None:
     at = creditor()
     at.answer_request(ask("d", 1, 4), 0.0)
-    assert at.renew(Renew(debtor="d", number=2, leases=(LeaseRemainder(0, 3),)), 9.0).leases == (0,)
-    assert at.lent_blocks == 3, "and what is not held any more is free"
+    assert at.renew(Renew(debtor="d", number=2, leases=(0,)), 9.0).leases == (0,)
     at.expire(18.9)
-    assert at.lent_blocks == 3
+    assert at.lent_blocks == 4
     at.expire(19.0)
     assert (at.lent_blocks, at.free_blocks) == (0, 20)
-    assert at.renew(Renew(debtor="d", number=3, leases=(LeaseRemainder(0, 3),)), 19.0).leases == ()
+    assert at.renew(Renew(debtor="d", number=3, leases=(0,)), 19.0).leases == ()
 
 
-def test_nobody_renews_or_gives_back_for_another() -> None:
+def test_nobody_renews_for_another() -> None:
     at = creditor()
     at.answer_request(ask("d", 1, 4), 0.0)
-    assert at.renew(Renew(debtor="e", number=1, leases=(LeaseRemainder(0, 1),)), 5.0).leases == ()
-    assert at.give_back(GiveBack(debtor="e", left=LeaseRemainder(0, 0))) == 0
+    assert at.renew(Renew(debtor="e", number=1, leases=(0,)), 5.0).leases == ()
     assert at.lent_to("d") == 4
 
 
@@ -67,13 +65,12 @@ def test_an_ask_that_comes_twice_is_one() -> None:
     assert at.lent_blocks == 4
 
 
-def test_what_is_given_back_never_comes_back() -> None:
+def test_a_lease_that_has_ended_never_comes_back() -> None:
     at = creditor()
     at.answer_request(ask("d", 1, 6), 0.0)
-    assert at.give_back(GiveBack(debtor="d", left=LeaseRemainder(0, 2))) == 4
-    assert at.give_back(GiveBack(debtor="d", left=LeaseRemainder(0, 5))) == 0, "an older message"
-    at.renew(Renew(debtor="d", number=1, leases=(LeaseRemainder(0, 6),)), 1.0)
-    assert at.lent_blocks == 2
+    at.end_lease(0)
+    assert at.renew(Renew(debtor="d", number=1, leases=(0,)), 1.0).leases == ()
+    assert (at.lent_blocks, at.free_blocks) == (0, 20)
 
 
 def test_recalled_leases_are_the_newest_and_are_not_renewed() -> None:
@@ -81,11 +78,9 @@ def test_recalled_leases_are_the_newest_and_are_not_renewed() -> None:
     for number in range(3):
         at.answer_request(ask("d", number, 2), 0.0)
     at.answer_request(ask("c", 1, 14), 0.0)
-    assert [(o.lease, o.blocks) for o in at.recall(3)] == [(2, 2), (1, 2)]
-    assert [(o.lease, o.blocks) for o in at.recall(3)] == [(2, 2), (1, 2)], "asked again, they are the same"
-    assert at.renew(
-        Renew(debtor="d", number=9, leases=(LeaseRemainder(0, 2), LeaseRemainder(1, 2), LeaseRemainder(2, 2))), 5.0
-    ).leases == (0,)
+    assert [o.lease for o in at.recall(3)] == [2, 1]
+    assert [o.lease for o in at.recall(3)] == [2, 1], "asked again, they are the same"
+    assert at.renew(Renew(debtor="d", number=9, leases=(0, 1, 2)), 5.0).leases == (0,)
 
 
 def test_no_loans_while_busy() -> None:

@@ -12,7 +12,6 @@ from lamina.lending.lending_messages import (
     CandidatesRequest,
     CreditorRefused,
     GiveBack,
-    LeaseRemainder,
     LoanGranted,
     LoanRefused,
     LoanRequest,
@@ -55,7 +54,7 @@ def test_who_does_not_answer_is_passed_over_and_its_late_grant_given_back() -> N
     debtor = searching()
     assert debtor.tick(1.0) == []
     assert debtor.tick(1.2) == [("b", LoanRequest(debtor="d", number=3, blocks=5))]
-    assert debtor.on_message(granted(2, "a", 4), 1.3) == [("a", GiveBack(debtor="d", left=LeaseRemainder(4, 0)))]
+    assert debtor.on_message(granted(2, "a", 4), 1.3) == [("a", GiveBack(debtor="d", lease=4))]
     debtor.on_message(granted(3, "b"), 1.4)
     assert debtor.on_message(granted(3, "b"), 1.5) == [], "it comes twice, and is kept"
     assert debtor.num_borrowed == 5
@@ -82,7 +81,7 @@ def test_leases_are_renewed_and_end_by_themselves() -> None:
     ((to, renew),) = debtor.tick(4.0)
     assert to == "a"
     assert isinstance(renew, Renew)
-    assert renew.leases == (LeaseRemainder(0, 5),)
+    assert renew.leases == (0,)
     debtor.on_message(Renewed(number=renew.number, creditor="a", leases=(0,), lease_s=10.0), 6.0)
     assert debtor.loans["a", 0].until == 13.0, "from when it asked"
     assert [b.lease for b in debtor.expire(13.0)] == [0]
@@ -95,8 +94,16 @@ def test_what_is_not_renewed_is_wanted_back() -> None:
     ((_, renew),) = debtor.tick(4.0)
     assert isinstance(renew, Renew)
     debtor.on_message(Renewed(number=renew.number, creditor="a", leases=(), lease_s=10.0), 4.1)
-    assert debtor.loans["a", 0].recalled == 5
-    debtor.give_back("a", 0, 3)
-    assert debtor.loans["a", 0].recalled == 3
-    debtor.on_message(Recall(creditor="a", lease=0, blocks=99), 4.2)
-    assert debtor.loans["a", 0].recalled == 3
+    assert debtor.loans["a", 0].is_recalled
+    assert debtor.give_back("a", 0) == [("a", GiveBack(debtor="d", lease=0))]
+    assert debtor.num_borrowed == 0
+
+
+def test_a_recall_marks_its_lease_alone() -> None:
+    debtor = searching()
+    debtor.on_message(granted(2, "a"), 0.2)
+    debtor.on_message(Recall(creditor="a", lease=1), 0.3)
+    debtor.on_message(Recall(creditor="b", lease=0), 0.3)
+    assert not debtor.loans["a", 0].is_recalled
+    debtor.on_message(Recall(creditor="a", lease=0), 0.4)
+    assert debtor.loans["a", 0].is_recalled

@@ -67,10 +67,8 @@ def _asks_anew(self: Creditor, ask: Any, now: float, take: Any = Creditor.answer
     return take(self, ask, now)
 
 
-def _frees_and_keeps(self: Creditor, lease: Any, left: int) -> int:
-    count = max(0, len(lease.blocks) - left)
-    self.free += lease.blocks[left:]
-    return count
+def _frees_and_keeps(self: Creditor, number: int) -> None:
+    self.free += self.leases[number].blocks
 
 
 def _renews_for_ever(self: Debtor, message: Any) -> None:
@@ -92,7 +90,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "leases never end": (Creditor, "expire", lambda self, now: []),
     "a late grant is kept": (Debtor, "_granted", _keeps_late_grants),
     "an ask that comes twice has two loans": (Creditor, "answer_request", _asks_anew),
-    "blocks come back and stay lent": (Creditor, "_shrink", _frees_and_keeps),
+    "blocks come back and stay lent": (Creditor, "end_lease", _frees_and_keeps),
     "a renewal counts from its answer, and more": (Debtor, "_renewed", _renews_for_ever),
     "who comes first is not served": (Creditor, "refusal_reason", _turns_away),
     "who borrows lends": (SimInstance, "_busy", lambda self: ""),

@@ -54,7 +54,7 @@ class GuestWorker:
     @property
     def is_recalled(self) -> bool:
         """Return whether its creditor has recalled it."""
-        return self.loan.recalled > 0
+        return self.loan.is_recalled
 
     def exit_reason(self) -> str | None:
         return (self.lost_reason and f"on loan from {self.loan.creditor} {self.lost_reason}") or None
@@ -152,7 +152,7 @@ class BorrowerLinks:
         key = guest.loan.creditor, guest.loan.lease
         with self._lock:
             self._guests.pop(key, None)
-            out = self._debtor.give_back(*key, 0) if key in self._debtor.loans else []
+            out = self._debtor.give_back(*key) if key in self._debtor.loans else []
         self._send(out)
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class BorrowerLinks:
             except (OSError, ChannelError, ValueError) as error:
                 log.warning("no memory worker of %s: %s", loan.creditor, error)
                 with self._lock:
-                    out = self._debtor.give_back(*key, 0) if key in self._debtor.loans else []
+                    out = self._debtor.give_back(*key) if key in self._debtor.loans else []
                 self._send(out)
                 continue
             guest = GuestWorker(loan, place[0], sock, self)

@@ -25,11 +25,9 @@ import msgspec
 from lamina.executor.launchers.process import SpawnedProcess, exit_status_text
 from lamina.lending.creditor import Creditor, LendingTerms
 from lamina.lending.lending_messages import (
-    MAX_BLOCKS,
     FromLedger,
     GiveBack,
     GuestEnded,
-    LeaseRemainder,
     LoanGranted,
     LoanRequest,
     Renew,
@@ -172,12 +170,11 @@ class LenderService:
             if answer is not None:
                 tell(answer)
         elif isinstance(message, Renew):
-            whole = tuple(LeaseRemainder(x.lease, MAX_BLOCKS) for x in message.leases)  # guests do not give parts back
             with self._lock:
-                renewed = self.creditor.renew(msgspec.structs.replace(message, leases=whole), now)
+                renewed = self.creditor.renew(message, now)
             tell(renewed)
-        elif isinstance(message, GiveBack) and not message.left.blocks:
-            self._end(message.left.lease, debtor=name)
+        elif isinstance(message, GiveBack):
+            self._end(message.lease, debtor=name)
 
     def _tell(self, debtor: str, message: msgspec.Struct) -> None:
         tell = self._debtors.get(debtor)

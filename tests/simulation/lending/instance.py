@@ -1,4 +1,6 @@
-"""An instance with data of its own, as blocks: at home as far as they fit, else on loan, else in swap."""
+"""An instance with data of its own, as blocks: at home as far as they fit, else on loan, else in swap. It gives back
+whole leases, as engines do.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import msgspec
 
 from lamina.lending.creditor import Creditor, LendingTerms
 from lamina.lending.debtor import BorrowingTerms, Debtor, Outgoing
-from lamina.lending.lending_messages import GiveBack, LeaseRemainder, LoanGranted, LoanRequest, Renew
+from lamina.lending.lending_messages import GiveBack, LoanGranted, LoanRequest, Renew
 
 from .scenario import LendingScenario
 
@@ -46,8 +48,8 @@ class SimInstance:
         now = self.now()
         self.creditor.expire(now)
         out = self.debtor.tick(now)
-        for loan in [b for b in self.debtor.loans.values() if b.recalled]:
-            out += self.debtor.give_back(loan.creditor, loan.lease, loan.blocks - loan.recalled)
+        for loan in [b for b in self.debtor.loans.values() if b.is_recalled]:
+            out += self.debtor.give_back(loan.creditor, loan.lease)
         out += self.settle_down()
         return out + self._recall()
 
@@ -60,13 +62,14 @@ class SimInstance:
         elif isinstance(message, Renew):
             out.append((sender, self.creditor.renew(message, now)))
         elif isinstance(message, GiveBack):
-            self.creditor.give_back(message)
+            if (lease := self.creditor.leases.get(message.lease)) is not None and lease.debtor == sender:
+                self.creditor.end_lease(message.lease)
         else:
             out += self.debtor.on_message(message, now)
         return out + self.settle_down()
 
     def settle_down(self) -> list[Outgoing]:
-        """Frees blocks of ended sequences: at home or on loan, by chance.
+        """Ends leases that ended sequences leave empty: at home or on loan, by chance.
 
         New data goes home as far as there is room.
         """
@@ -77,13 +80,12 @@ class SimInstance:
             self._shrink_home()
         spare = self.local + self.debtor.num_borrowed - self.data
         for loan in list(self.debtor.loans.values()):
-            count = min(spare, loan.blocks)
-            if count > 0:
-                out += self.debtor.give_back(loan.creditor, loan.lease, loan.blocks - count)
-                spare -= count
+            if loan.blocks <= spare:
+                out += self.debtor.give_back(loan.creditor, loan.lease)
+                spare -= loan.blocks
         self._shrink_home()
         self._grow_home(now)
-        self.swapped = self.data - self.local - self.debtor.num_borrowed
+        self.swapped = max(0, self.data - self.local - self.debtor.num_borrowed)
         self.debtor.num_wanted = 0 if self._one_way and self.creditor.lent_blocks else self.swapped
         return out
 
@@ -98,10 +100,9 @@ class SimInstance:
         """Give its own leases of its own memory back as far as its data does not need them."""
         spare = self.local + self.debtor.num_borrowed - self.data
         for lease in [x for x in self.creditor.leases.values() if x.debtor == self.name]:
-            if (count := min(spare, len(lease.blocks))) > 0:
-                left = LeaseRemainder(lease.number, len(lease.blocks) - count)
-                self.creditor.give_back(GiveBack(debtor=self.name, left=left))
-                spare -= count
+            if len(lease.blocks) <= spare:
+                self.creditor.end_lease(lease.number)
+                spare -= len(lease.blocks)
 
     def _grow_home(self, now: float) -> None:
         more = min(self.creditor.free_blocks, self.data - self.local - self.debtor.num_borrowed)
