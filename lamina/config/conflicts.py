@@ -205,12 +205,12 @@ CONFLICTS: dict[tuple[str, str], str] = {
         (offload, other): why
         for offload in ("--kv-offloading-size", "--kv-offload dir=", "--decode-only")
         for other, why in {
-            "--prefill-workers": "prefill workers do not load KV",
             "--no-enable-prefix-caching": "KV is loaded for prefixes that the cache finds",
             "--kv-sparsity select": "loaded KV has no index of its blocks",
             "--kv-sparsity evict:max-kl=": "the error budget compares answers with computed KV",
         }.items()
     },
+    ("--decode-only", "--prefill-workers"): "no prompt is computed",
     ("--decode-only", "--kv-offloading-size"): "it stores no KV",
     ("--decode-only", "--kv-offload dir="): "it stores no KV",
     **{

@@ -378,6 +378,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.batching.enable_prefix_caching is not False
 
     @property
+    def fetches_stored_kv(self) -> bool:
+        """True if prefill workers get K and V of prompts' beginnings from memory workers, which load them."""
+        return self.topology.prefill_workers > 0 and bool(self.offload.backend)
+
+    @property
     def migrates_stripes(self) -> bool:
         """True if stripes may go to another memory worker while their sequence decodes."""
         return self.topology.partition == "spill" and self._copies

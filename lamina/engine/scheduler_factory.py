@@ -19,6 +19,7 @@ from lamina.protocol.prefill_stages import max_grants_in_flight
 from lamina.protocol.prefix_fetch import prompt_cache_tokens
 from lamina.protocol.sparse_layers import max_kept_tokens
 from lamina.protocol.step_plan import BindReply
+from lamina.scheduler.conductor import StoredLatency
 from lamina.scheduler.conductor.decision_log import DecisionLog
 from lamina.scheduler.conductor.latency_model import PrefillPipelineShape, TransferLatency, TransferLatencyEstimator
 from lamina.scheduler.feature import Feature
@@ -33,6 +34,7 @@ from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
+from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import SessionName, Sessions
 from lamina.scheduler.slo_admission import SloAdmission
 from lamina.scheduler.sparsity.pruning import BlockPruner
@@ -143,7 +145,7 @@ def _features(
     """The configured features, in the order in which the scheduler calls them. A feature uses only earlier ones."""
     tier = _tier(config, tables, info, prefixes)
     budget, ranks = parse_error_budget(config.kv.kv_error_budget), config.topology.tensor_parallel_size
-    prefill = _prefill(config, info, slo_admission, prefixes) if conducts else None
+    prefill = _prefill(config, info, slo_admission, prefixes, tier) if conducts else None
     swap = _swaps(config, tier)
     table = [
         prefill,
@@ -168,9 +170,20 @@ def _explain(slo_admission: SloAdmission, info: ComputeReady) -> None:
 
 
 def _prefill(
-    config: EngineConfig, info: ComputeReady, slo_admission: SloAdmission, prefixes: PrefixCache
+    config: EngineConfig,
+    info: ComputeReady,
+    slo_admission: SloAdmission,
+    prefixes: PrefixCache,
+    tier: OffloadIndex | None,
 ) -> PrefillDispatcher:
     _explain(slo_admission, info)
+
+    def stored_tokens_of(sequence: Sequence) -> tuple[int, int]:
+        pool = prefixes.num_cached_tokens(sequence)
+        load = tier.find_loadable(sequence, pool) if tier else None
+        return (load.length, load.length) if load else (pool, 0)
+
+    slo_admission.set_stored_tokens(stored_tokens_of)
     return PrefillDispatcher(
         config.topology.prefill_groups,
         config.batching.prefill_chunk,
@@ -178,6 +191,7 @@ def _prefill(
         slo_admission,
         _prompt_caches(config, info, prefixes),
         max_grants_in_flight(config.topology.prefill_pipeline, info.windows),
+        info.block_size if slo_admission.conductor.stored_latency else 0,
     )
 
 
@@ -209,6 +223,16 @@ def _transfer_latency(info: ComputeReady) -> TransferLatencyEstimator | None:
         if per_token
         else None
     )
+
+
+def _stored_latency(config: EngineConfig, info: ComputeReady) -> StoredLatency | None:
+    """The initial model of the time to get stored KV from memory workers.
+
+    None if prefill workers get none, such as of layers with windows.
+    """
+    if not config.fetches_stored_kv or (first := _transfer_latency(info)) is None:
+        return None
+    return StoredLatency(TransferLatencyEstimator(first.model), first)
 
 
 def refresh_prefill_stores(
@@ -248,6 +272,7 @@ def build_slo_admission(
         transfer_latency=_transfer_latency(info),
         cached_tokens_of=prefix_cache.num_cached_or_pending,
         shared_tokens_of=prefix_cache.num_shared_tokens,
+        stored_latency=_stored_latency(config, info),
         decision_log=DecisionLog(trace.note, stages) if trace.notes is not None else None,
     )
 

@@ -61,13 +61,19 @@ class RendezvousState(NamedTuple):
 
 
 def prefill_connections(
-    topology: TopologyOptions, names: Sequence[str], loaded: Sequence[Loaded], *, fetches: bool
+    topology: TopologyOptions,
+    names: Sequence[str],
+    loaded: Sequence[Loaded],
+    memory: Sequence[Address] = (),
+    *,
+    fetches: bool,
 ) -> Iterator[tuple[int, ConnectPrefillPeers]]:
     """Yield each prefill worker's place and its peers. These are workers of its stage in all groups, if they fetch
-    prefixes from each other, and the stages before and after it in its own group.
+    prefixes from each other, the stages before and after it in its own group, and the ``memory`` workers from which it
+    fetches stored KV.
     """
     stages = topology.prefill_pipeline
-    for place in range(len(names) if stages > 1 or fetches else 0):
+    for place in range(len(names) if stages > 1 or fetches or memory else 0):
         group, stage = divmod(place, stages)
         peers = [Address(loaded[i].prefix_url, names[i]) for i in range(stage, len(names), stages)] if fetches else []
         last = stage + 1 == stages
@@ -75,7 +81,11 @@ def prefill_connections(
         yield (
             place,
             ConnectPrefillPeers(
-                peers=peers, own_index=group, previous_stage=names[place - 1] if stage else "", next_stage=following
+                peers=peers,
+                own_index=group,
+                previous_stage=names[place - 1] if stage else "",
+                next_stage=following,
+                memory=list(memory),
             ),
         )
 

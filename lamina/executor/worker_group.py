@@ -37,7 +37,7 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.executor import Clock
 from lamina.protocol.offload_messages import StoredPages
-from lamina.protocol.prefix_fetch import can_fetch_prefixes
+from lamina.protocol.prefix_fetch import can_fetch_prefixes, stored_prefix_reader
 from lamina.protocol.step_plan import BindRequest, SurvivingKv
 from lamina.utils.state_machine import StateMachine
 
@@ -304,6 +304,8 @@ class WorkerGroup:
     def _connect_memory(self, keep: Sequence[SurvivingKv] | None) -> None:
         """Send memory workers the order to close old channels, and to wait for the peers of this epoch."""
         left, memory = None if keep is None else list(keep), self._registry.memory
+        fetch = self._registry.prefill if self._config.fetches_stored_kv else []
+        readers = [stored_prefix_reader(self._name(m.handle)) for m in fetch]
         for member in memory:
             rank = member.handle.index % self._size
             joining = [
@@ -321,6 +323,7 @@ class WorkerGroup:
                 surviving=left,
                 storage=place,
                 peers=peers,
+                prefix_readers=readers,
             )
             self._registry.send(member, message)
 
@@ -352,7 +355,9 @@ class WorkerGroup:
         there, topology, config = self._registry.prefill, self.topology, self._config
         ready, names = [readies[m.label] for m in there], [self._name(m.handle) for m in there]
         fetches = config.caches_prefixes and can_fetch_prefixes(ready, config.batching, topology.prefill_groups)
-        for place, order in prefill_connections(topology, names, [self._loaded[m] for m in there], fetches=fetches):
+        memory = self._memory_of(0) if config.fetches_stored_kv else []
+        loaded = [self._loaded[m] for m in there]
+        for place, order in prefill_connections(topology, names, loaded, memory, fetches=fetches):
             self._registry.send(there[place], order)
 
     @property

@@ -61,7 +61,7 @@ class Event(enum.IntEnum):
     SAVE = 34  # memory: a page's K and V, from blocks to storage
     WAIT_LAYER = 31  # memory: until stored K and V of a layer are loaded
     FETCH = 32  # prefill: until a layer of a prompt's beginning has come from another worker, and is stored
-    LEND = 33  # prefill: send a part of such a layer to another worker, in the background
+    LEND = 33  # prefill, memory: send a part of such a layer to a prefill worker, in the background
     RESERVE = 30  # any sender: until a slot of the peer's inbox is free
 
 

@@ -184,6 +184,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     # To a memory worker: with ``storage``, all workers that exchange pages, itself too; else those of its rank, by
     # number, whose stripes may move. Empty: there are none.
     peers: list[TransferPeer] = []
+    prefix_readers: list[str] = []  # to a memory worker: prefill workers that will connect again to fetch stored KV
 
 
 class Quiesce(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import msgspec
 
 from lamina.config.engine_config import BatchingOptions
+from lamina.config.partition import KvShards
 
 from .blocks.block_tables import BlockTables
 from .control import Address, ComputeReady
-from .kv_placement import FIRST_LOCATION
+from .kv_placement import FIRST_LOCATION, KvLocation, KvPlacement
 
 
 def prompt_cache_tokens(
@@ -41,8 +42,8 @@ def can_fetch_prefixes(prefill: Sequence[ComputeReady], batching: BatchingOption
 
 
 class ConnectPrefillPeers(msgspec.Struct, frozen=True, kw_only=True, tag="meet-prefill"):
-    """Driver -> prefill worker, once all have replied to Connect: open channels to other prefill workers, under the
-    same epoch.
+    """Driver -> prefill worker, once all have replied to Connect: open channels to other prefill workers, and second
+    ones to memory workers, under the same epoch.
 
     The worker is number ``own_index`` of ``peers`` and connects to each other one, and to the stages before and after
     it. There is no reply: work that needs the channels follows on the link.
@@ -52,6 +53,7 @@ class ConnectPrefillPeers(msgspec.Struct, frozen=True, kw_only=True, tag="meet-p
     own_index: int = 0
     previous_stage: str = ""  # the name of the stage before it; empty: it is the first
     next_stage: Address | None = None  # None: it is the last
+    memory: list[Address] = []  # the memory workers, if their KV is fetched; see FetchPrefix
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -62,3 +64,27 @@ class PrefixRequest(msgspec.Struct, frozen=True, array_like=True):
     count: int
     batch: int
     step: int
+
+
+def stored_prefix_reader(worker: str) -> str:
+    """Return the name by which prefill worker ``worker`` connects to memory workers to fetch stored KV."""
+    return f"{worker}/stored"
+
+
+class StoredPrefixRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Prefill worker -> memory worker: a request for K and V of whole blocks: ``count`` tokens of ``sequence`` from
+    ``first`` on, in layers ``first_layer .. last_layer``. A grant of their sequence allows it.
+    """
+
+    sequence: int
+    first: int
+    count: int
+    first_layer: int
+    last_layer: int
+
+
+def owned_blocks(
+    placement: KvPlacement, kv_shards: KvShards, location: KvLocation, blocks: range, block_size: int
+) -> list[int]:
+    """Return which ``blocks`` of a sequence lie in ``kv_shards``. ``placement``: in tokens."""
+    return [n for n in blocks if placement.kv_shard_at(location, n * block_size) in kv_shards]

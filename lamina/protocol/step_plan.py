@@ -50,6 +50,7 @@ from .mixers import Exchange, MixerShape
 VERSION = 24
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
+MEMORY_WORKERS = -1  # in place of a prefill worker's number: all memory workers
 MAX_PAGES_PER_TRANSFER = 64
 KEY_BYTES = 32  # of a page key
 MAX_HINTED_PAGES = 1 << 16  # pages of all waiting turns together
@@ -155,6 +156,8 @@ class FetchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """Hold blocks, as for rows, for whole blocks that prefill worker ``worker`` has of ``source``, at the same
     positions. The receiving prefill worker fetches them layer by layer, before it attends them. Until the step is done,
     the other worker must not free ``source``. No layer has a window.
+
+    If ``worker`` is MEMORY_WORKERS, they have these blocks of ``source``, at ``source_location``.
     """
 
     sequence: int
@@ -162,6 +165,7 @@ class FetchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     count: int
     worker: int
     source: int
+    source_location: KvLocation = FIRST_LOCATION
 
     @property
     def rows(self) -> RowRange:
@@ -172,6 +176,8 @@ class FetchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 class PrefillGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     """Hold blocks, as for rows, for K and V that prefill worker ``worker`` (or the group of that number) sends as its
     step ``step``. Until they are stored, the sequence must have no rows and must not be freed or truncated.
+
+    For that step the worker first fetches the ``num_fetched`` tokens before ``first``, which are stored here.
     """
 
     sequence: int
@@ -180,6 +186,7 @@ class PrefillGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     worker: int
     step: int
     location: KvLocation = FIRST_LOCATION
+    num_fetched: int = 0
 
     @property
     def rows(self) -> RowRange:

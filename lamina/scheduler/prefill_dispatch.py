@@ -10,24 +10,23 @@ from functools import partial
 
 from lamina.protocol.step_plan import GRANTS_AHEAD, Fork, Free, New, PrefillGrant, SequenceOp, StepPlan
 
-from .conductor.routing import NO_WORKER
 from .feature import Feature, Leaving, Loss, PlanDraft
 from .kv_manager.allocator import next_rows
-from .kv_manager.prompt_store import PromptCache
+from .kv_manager.prompt_store import PromptCache, fetch_stored
 from .prefill_grants import GrantBudget, make_room
 from .scheduler_output import Round, ScheduledStep
 from .sequence import Sequence
 from .slo_admission import SloAdmission
-from .starts import Candidates, Verdict
+from .starts import Candidates, KvStart, Verdict
 
 NO_STEP = -1
 
 
 @dataclass
 class _PrefixFetch:
-    """Tokens that another prefill worker sends, and when they were requested."""
+    """Tokens that another prefill worker sends, and when they were requested. ``source``: None: memory workers."""
 
-    source: PromptCache
+    source: PromptCache | None
     tokens: int
     requested_s: float = math.inf
 
@@ -36,6 +35,7 @@ class _PrefixFetch:
 class _PrefillWorkerState:
     index: int
     prompts: deque[Sequence] = field(default_factory=deque)  # in order; those with tokens left to schedule
+    loading: dict[Sequence, float] = field(default_factory=dict)  # that follow once memory workers have loaded them
     prompt_cache: PromptCache | None = None  # None: it keeps only the prompt that it computes
     held_sequence: int = NO_STEP  # the sequence whose prompt it then keeps
     next_step: int = 0
@@ -69,10 +69,13 @@ class PrefillDispatcher(Feature):
         slo_admission: SloAdmission | None = None,
         stores: Several[PromptCache] = (),
         ahead: int = GRANTS_AHEAD,
+        stored_block: int = 0,
     ) -> None:
         """``first_batch``: the number of the first worker's batch; the others follow. ``stores``: their prompt caches;
-        empty: they have none. ``ahead``: the limit of chunks in flight for each worker.
+        empty: they have none. ``ahead``: the limit of chunks in flight for each worker. ``stored_block``: the tokens of
+        a block, if workers fetch whole blocks of stored KV from memory workers; 0: they fetch none.
         """
+        self.stored_block = stored_block
         self.workers = [_PrefillWorkerState(i) for i in range(num_workers)]
         self._lenders = dict[Sequence, _PrefixFetch]()  # fetches of prefixes
         self._chunk = chunk
@@ -109,11 +112,20 @@ class PrefillDispatcher(Feature):
     @property
     def has_free_worker(self) -> bool:
         """True if some worker can take a prompt."""
-        return any(len(w.prompts) < self.MAX_PROMPTS_PER_WORKER for w in self.workers)
+        return any(map(self._has_room, self.workers))
+
+    def _has_room(self, worker: _PrefillWorkerState) -> bool:
+        return len(worker.prompts) + len(worker.loading) < self.MAX_PROMPTS_PER_WORKER
 
     def can_accept(self, sequence: Sequence) -> bool:
         """Return True if the worker of a sequence can take its prompt."""
-        return len(self.workers[self.slo_admission.reserve(sequence)].prompts) < self.MAX_PROMPTS_PER_WORKER
+        return self._has_room(self.workers[self.slo_admission.reserve(sequence)])
+
+    def takes_stored(self, sequence: Sequence, start: KvStart, otherwise: int) -> bool:
+        """Return whether a sequence begins with ``start`` rather than with ``otherwise`` tokens that its worker has."""
+        fetched = start.length - min(start.length, self.num_cached_tokens(sequence, start.length))
+        loaded = start.length if start.source is None else 0
+        return self.slo_admission.stored_pays(sequence, otherwise, start.length, loaded, fetched)
 
     def num_cached_tokens(self, sequence: Sequence, most: int) -> int:
         """Return how many first tokens its worker has, or gets from another worker; at most ``most``."""
@@ -128,7 +140,7 @@ class PrefillDispatcher(Feature):
         It is the chosen worker's cache, unless another one has more by now.
         """
         source = self.slo_admission.prefix_source(sequence)
-        if source == NO_WORKER:
+        if source < 0:
             return None
         order = sorted(self.workers, key=lambda w: w.index != source)
         stores = [
@@ -149,13 +161,32 @@ class PrefillDispatcher(Feature):
         sequence.prefill_worker = self.slo_admission.reserve(sequence)
         worker = self.workers[sequence.prefill_worker]
         worker.prompts.append(sequence)
-        if worker.prompt_cache:
-            begun = sequence.num_computed_tokens
-            moved = begun - worker.prompt_cache.num_cached_tokens(sequence, begun)
+        cache, begun = worker.prompt_cache, sequence.num_computed_tokens
+        moved = begun
+        lender: PromptCache | None = None
+        if cache:
+            moved = begun - cache.num_cached_tokens(sequence, begun)
             lender = self._prefix_source(sequence, begun) if moved else None
-            worker.prompt_cache.reserve(sequence, begun, lender)
-            if lender is not None:
-                self._lenders[sequence] = _PrefixFetch(lender, moved)
+            if lender is not None and lender.num_sendable_tokens(sequence, begun) < begun:
+                lender = None  # memory workers have more
+            cache.reserve(sequence, begun, lender)
+        if moved:
+            self._lenders[sequence] = _PrefixFetch(lender, moved)
+
+    def assign_when_loaded(self, sequence: Sequence) -> None:
+        """Let a started sequence wait for the load of its stored tokens, and then queue it at its worker."""
+        sequence.prefill_worker = self.slo_admission.reserve(sequence)
+        self.workers[sequence.prefill_worker].loading[sequence] = self.slo_admission.now_s()
+
+    def on_loaded(self, sequence: Sequence) -> tuple[()]:
+        """Queue a sequence whose stored tokens are loaded at its worker."""
+        worker = None if sequence.prefill_worker is None else self.workers[sequence.prefill_worker]
+        if worker is not None and (began := worker.loading.pop(sequence, None)) is not None:
+            if sequence.num_computed_tokens:
+                self.slo_admission.on_stored_loaded(sequence.num_computed_tokens, self.slo_admission.now_s() - began)
+            if not sequence.finished:
+                self.assign(sequence)
+        return ()
 
     def find_starts(self, candidates: Candidates) -> None:
         """Let a sequence wait for its own worker, without holding up others."""
@@ -174,6 +205,7 @@ class PrefillDispatcher(Feature):
         self._return(sequence)
         if sequence.prefill_worker is not None:
             worker = self.workers[sequence.prefill_worker]
+            worker.loading.pop(sequence, None)
             if sequence in worker.prompts:
                 worker.prompts.remove(sequence)
             if worker.prompt_cache:
@@ -187,6 +219,7 @@ class PrefillDispatcher(Feature):
         self._lenders.clear()
         for worker in self.workers:
             worker.prompts.clear()
+            worker.loading.clear()
             worker.in_flight.clear()
             worker.held_sequence, worker.computing = NO_STEP, None
             if worker.prompt_cache:
@@ -230,8 +263,16 @@ class PrefillDispatcher(Feature):
         if len(worker.in_flight) >= self._ahead or not worker.prompts or worker.prompts[0] is not sequence:
             return None
         count = min(self._chunk, sequence.num_tokens_with_placeholders - sequence.num_computed_tokens)
+        lent = self._lenders.get(sequence)
+        begins = lent is not None and lent.source is None and lent.requested_s == math.inf
         return PrefillGrant(
-            sequence.id, sequence.num_computed_tokens, count, worker.index, worker.next_step, sequence.location
+            sequence.id,
+            sequence.num_computed_tokens,
+            count,
+            worker.index,
+            worker.next_step,
+            sequence.location,
+            lent.tokens if lent is not None and begins else 0,
         )
 
     def begin_chunk(self, sequence: Sequence, grant: PrefillGrant, epoch: int = 0) -> ScheduledStep:
@@ -263,7 +304,9 @@ class PrefillDispatcher(Feature):
         before, worker.held_sequence = worker.held_sequence, sequence.id
         if before == sequence.id:
             return []
-        return [*([] if before == NO_STEP else [Free(before)]), New(sequence.id)]
+        begun = sequence.num_computed_tokens
+        fetch = [fetch_stored(sequence, 0, begun)] if begun else []
+        return [*([] if before == NO_STEP else [Free(before)]), New(sequence.id), *fetch]
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[SequenceOp, ...]:
         """Drop the KV of earlier prompts on prefill workers, so that no later prompt uses it."""
@@ -285,9 +328,9 @@ class PrefillDispatcher(Feature):
         load.in_flight.pop(0)  # chunks complete in order
         (sequence,) = step.sequences
         if lent := self._return(sequence):
-            self.slo_admission.on_prefix_fetched(
-                sequence, lent.tokens, step.fetch_s, max(0.0, load.chunk_began_s - lent.requested_s)
-            )
+            ahead_s = max(0.0, load.chunk_began_s - lent.requested_s)
+            stored = lent.source is None
+            self.slo_admission.on_prefix_fetched(sequence, lent.tokens, step.fetch_s, ahead_s, stored=stored)
         sequence.num_pending_prefill_chunks -= 1
         if step.sampled_sequences:
             part = 1.0 if load.is_waiting_for_prefix else self.slo_admission.stage_seconds(sequence)
@@ -300,7 +343,7 @@ class PrefillDispatcher(Feature):
     def _return(self, sequence: Sequence) -> _PrefixFetch | None:
         """End the fetch of a sequence's prefix. Returns it, if there was one."""
         lent = self._lenders.pop(sequence, None)
-        if lent is not None:
+        if lent is not None and lent.source is not None:
             lent.source.on_sent(sequence)
         return lent
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from lamina.kv.pages import PAGE
+
 from .feature import Feature
 from .kv_manager.prefix_cache import PrefixCache
 from .prefill_dispatch import PrefillDispatcher
@@ -10,7 +14,9 @@ from .starts import Candidates, KvStart, Verdict
 
 
 class PrefillPlacement(Feature):
-    """Filters the starts of a sequence: its prefill worker must have all tokens with KV on the memory workers."""
+    """Filters the starts of a sequence: its prefill worker must have all tokens with KV on the memory workers, or fetch
+    them from there.
+    """
 
     def __init__(self, prefill: PrefillDispatcher, prefix_cache: PrefixCache) -> None:
         self._prefill, self._prefix_cache = prefill, prefix_cache
@@ -18,16 +24,38 @@ class PrefillPlacement(Feature):
     def find_starts(self, candidates: Candidates) -> None:
         """Remove starts that the sequence's prefill worker cannot use, or let the sequence wait for that worker."""
         sequence, known = candidates.sequence, candidates.num_stored_tokens
-        if not self._prefill.is_for_prefill_worker(sequence, known):
+        longest = max((start.length for start in candidates.starts), default=0)
+        if candidates.is_settled or not self._prefill.is_for_prefill_worker(sequence, longest):
             return
-        if self._prefix_cache.num_shared_tokens(sequence) > 0 and self._prefill.will_be_cached(sequence, known):
+        if self._prefix_cache.num_shared_tokens(sequence) > 0 and self._prefill.will_be_cached(sequence, longest):
             candidates.verdict = Verdict.STEPS_ASIDE  # an earlier prompt will give it a longer prefix
             return
-        common = self._common_hit(sequence, known) if known else None
-        candidates.starts, candidates.may_begin_anew = [common] if common else [], True
+        start = self._common_hit(sequence, known) if known else None
+        for stored in self._stored_starts(candidates):
+            if self._prefill.takes_stored(sequence, stored, start.length if start else 0):
+                start = stored
+        candidates.starts, candidates.may_begin_anew = [start] if start else [], True
+        candidates.loads_kv = start is not None and start.source is None
         candidates.on_prefill_worker = True
         if not self._prefill.can_accept(sequence):
             candidates.verdict = Verdict.STEPS_ASIDE if self._prefill.has_free_worker else Verdict.HOLDS_UP
+
+    def _stored_starts(self, candidates: Candidates) -> Iterator[KvStart]:
+        """Yield the starts in whole blocks, which its prefill worker can fetch from memory workers."""
+        for start in reversed(candidates.starts if (block := self._prefill.stored_block) else []):
+            length = start.length // block * block
+            if start.source is None:
+                pages = [n for n in range(len(start.keys)) if (n + 1) * PAGE <= start.length]
+                if pages:
+                    yield start._replace(length=len(pages) * PAGE, keys=start.keys[: len(pages)])
+            elif length:
+                yield from self._hits(candidates.sequence, length)
+
+    def _hits(self, sequence: Sequence, length: int) -> Iterator[KvStart]:
+        """Yield the hit of ``length`` tokens in the pool, if there is one."""
+        both = self._prefix_cache.longest_cached([x for x in self._prefix_cache.lookup(sequence) if x.length <= length])
+        if both is not None and both.length % self._prefill.stored_block == 0:
+            yield both
 
     def _common_hit(self, sequence: Sequence, known: int) -> KvStart | None:
         """The longest hit within the ``known`` tokens that its worker has, too."""
@@ -42,7 +70,9 @@ class PrefillPlacement(Feature):
         sequence, admission = candidates.sequence, self._prefill.slo_admission
         if candidates.placement is not None and not sequence.is_hidden:
             admission.on_placed(sequence, candidates.placement, by_prefill_worker=candidates.on_prefill_worker)
-        if candidates.on_prefill_worker:
+        if candidates.on_prefill_worker and start is not None and start.source is None:
+            self._prefill.assign_when_loaded(sequence)
+        elif candidates.on_prefill_worker:
             self._prefill.assign(sequence)
         else:
             self._prefill.skip(sequence)

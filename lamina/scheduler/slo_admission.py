@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lamina.request import OverloadedError, Refusal
 
-from .conductor import Conductor, ConductorConfig, PromptInfo
+from .conductor import Conductor, ConductorConfig, PromptInfo, StoredLatency
 from .conductor.decision_log import INLINE, DecisionLog, LoggedPrompt
 from .conductor.latency_model import (
     SINGLE_STAGE,
@@ -31,6 +31,10 @@ from .sequence import Sequence
 from .starts import DecodePlacement
 
 INITIAL_PREFILL_LATENCY = PrefillLatency(0.0, 1e-4, 0.0)  # of prompts, until some were computed
+
+
+# Returns the first tokens that memory workers can give a prefill worker, and how many of them are loaded first.
+StoredTokens = Callable[[Sequence], tuple[int, int]]
 
 
 class _Reservation(NamedTuple):
@@ -72,6 +76,7 @@ class SloAdmission:
         transfer_latency: TransferLatencyEstimator | None = None,
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
         shared_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
+        stored_latency: StoredLatency | None = None,
         decision_log: DecisionLog | None = None,
     ) -> None:
         """``num_workers``: prefill workers, or pipelines of them (``staged``); 0: compute workers run prompts.
@@ -79,11 +84,13 @@ class SloAdmission:
         ``prefix_index``, ``keys``: the pages of prompts that prefill workers keep. ``transfer_latency``: the time to
         send pages from one prefill worker to another; None: they send none. ``cached_tokens_of``: the first tokens of
         a sequence that are cached. ``shared_tokens_of``: tokens that the completions of a request compute once.
+        ``stored_latency``: the time to get what memory workers have stored; None: prefill workers get none of it.
         ``decision_log`` gets each decision, unless None.
         """
         self.cached_tokens_of, self.shared_tokens_of = cached_tokens_of, shared_tokens_of
         self.has_limits, self.decision_log = False, decision_log
         self.keeps_prompts = False  # prefill workers keep K and V of prompts
+        self._stored_tokens_of: StoredTokens = lambda sequence: (0, 0)
         self.prefix_index, self.keys = prefix_index or PrefixIndex(), keys or PageKeys(0)
         self.conductor = Conductor(
             config=ConductorConfig(policy="auto"),
@@ -93,6 +100,7 @@ class SloAdmission:
             decode_load_model=DecodeLoadModel(1, StepLatency(0.0, 0.0, 0.0), 0.0, weight=0),
             num_workers=max(1, num_workers),
             staged=staged,
+            stored_latency=stored_latency,
         )
         self._clock, self._max_num_seqs, self._on_prefill_workers = clock, max_num_seqs, num_workers > 0
         self._steps = StepLatencyEstimator()
@@ -103,6 +111,10 @@ class SloAdmission:
         self._inline = dict[Sequence, float]()  # prompts that compute workers run, and when each began
         self._since_s = 0.0  # when the last of these ended
         self._counts = SloCounts()
+
+    def set_stored_tokens(self, of: StoredTokens) -> None:
+        """Look up by ``of`` what memory workers have for a prompt."""
+        self._stored_tokens_of = of
 
     def set_config(self, rules: ConductorConfig) -> None:
         """Replace the configuration before the first request. Forgets what profiling's prompts have taught."""
@@ -209,13 +221,28 @@ class SloAdmission:
         """The prefill worker that sends the beginning of a sequence's prompt to the reserved one; NO_WORKER: none."""
         return self._reservations[sequence].choice.source
 
-    def on_prefix_fetched(self, sequence: Sequence, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
+    def on_prefix_fetched(
+        self, sequence: Sequence, tokens: int, seconds: float, ahead_s: float = 0.0, *, stored: bool = False
+    ) -> None:
         """Record that the reserved worker has received ``tokens`` from another one, and waited ``seconds`` for them.
 
-        ``ahead_s``: seconds from the request for them to the end of the worker's previous prompt.
+        ``ahead_s``: seconds from the request for them to the end of the worker's previous prompt. ``stored``: memory
+        workers have sent them.
         """
         self._fetched[sequence] = seconds
-        self.conductor.record_transfer(tokens, seconds, ahead_s)
+        if not stored:
+            self.conductor.record_transfer(tokens, seconds, ahead_s)
+        elif self.conductor.stored_latency:
+            self.conductor.stored_latency.fetch.observe(tokens, seconds, ahead_s)
+
+    def on_stored_loaded(self, tokens: int, seconds: float) -> None:
+        """Record that memory workers have loaded ``tokens`` for a prefill worker in ``seconds``."""
+        if self.conductor.stored_latency:
+            self.conductor.stored_latency.load.observe(tokens, seconds)
+
+    def stored_pays(self, sequence: Sequence, otherwise: int, stored: int, loaded: int, fetched: int) -> bool:
+        """Return whether a prompt is computed earlier after ``stored`` tokens; see Conductor."""
+        return self.conductor.stored_pays(sequence.num_tokens_with_placeholders, otherwise, stored, loaded, fetched)
 
     def now_s(self) -> float:
         """The time of the clock, in seconds."""
@@ -332,10 +359,10 @@ class SloAdmission:
         tokens, priority = sequence.num_tokens_with_placeholders, sequence.priority
         if not self._on_prefill_workers:
             return PromptInfo(tokens, num_cached_tokens=self.cached_tokens_of(sequence), priority=priority)
-        if not self.keeps_prompts:
-            return PromptInfo(tokens, priority=priority)
-        keys = self.keys.whole(sequence, len(sequence.prompt))
-        return PromptInfo(tokens, keys, self.keys.page_size, priority=priority)
+        stored, loaded = self._stored_tokens_of(sequence) if self.conductor.stored_latency else (0, 0)
+        keys = self.keys.whole(sequence, len(sequence.prompt)) if self.keeps_prompts else ()
+        page = self.keys.page_size if self.keeps_prompts else 1
+        return PromptInfo(tokens, keys, page, priority=priority, num_stored_tokens=stored, num_loaded_tokens=loaded)
 
     def _join(self, sequence: Sequence) -> None:
         if self.has_limits:

@@ -112,6 +112,7 @@ ELSEWHERE = {
 # Pairs for each run of the tests: of the systems that were built apart.
 FAST = (
     ("--kv-offload dir=", "--partition request"), ("--kv-offloading-size", "--tensor-parallel-size 2"),
+    ("--kv-offload dir=", "--prefill-workers 1"), ("--preemption-mode swap", "--prefill-workers 1"),
     ("--prefill-workers 1", "session_id"), ("--prefill-workers 1", "--pipeline 3"),
     ("--kv-sparsity evict", "--pipeline 3"), ("--kv-sparsity select", "--tensor-parallel-size 2"),
     ("--partition spill", "session_id"), ("--kv-parity 1", "--prefill-workers 1"),

@@ -18,7 +18,7 @@ from lamina.scheduler.prefix_index import PREFILL, Place, PrefixIndex
 from .latency_model import SINGLE_STAGE, PrefillLatencyEstimator, PrefillPipelineShape, TransferLatencyEstimator
 from .overload import NO_LIMITS, DecodeLoadModel, SloLimits, check_overload_policy
 from .queues import PrefillQueue, QueuedPrompt
-from .routing import NO_WORKER, POLICIES, RoutingDecision, RoutingQuery, WorkerMatch, candidates
+from .routing import POLICIES, RoutingDecision, RoutingQuery, WorkerMatch, candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class PromptInfo(NamedTuple):
     ``keys``: those of its first pages, of ``page`` tokens each. An engine names whole pages; a trace may add a last,
     partial one. The last token is never matched, since its logits are needed. ``num_cached_tokens``: first tokens that
     every worker has. ``priority``: lower numbers run first, but interrupt no prompt.
+
+    ``num_stored_tokens``: first tokens that memory workers can give each worker. They load ``num_loaded_tokens`` first.
     """
 
     tokens: int
@@ -58,10 +60,24 @@ class PromptInfo(NamedTuple):
     page: int = 1
     num_cached_tokens: int = 0
     priority: int = 0
+    num_stored_tokens: int = 0
+    num_loaded_tokens: int = 0
 
     def tokens_of_pages(self, pages: int) -> int:
         """The number of tokens in the first ``pages`` pages."""
         return min(pages * self.page, self.tokens - 1)
+
+
+@dataclass
+class StoredLatency:
+    """The time until a prefill worker has stored KV: to ``load`` it into the pool, and to ``fetch`` it from there."""
+
+    load: TransferLatencyEstimator
+    fetch: TransferLatencyEstimator
+
+    def seconds(self, loaded: int, fetched: int) -> float:
+        """The predicted seconds of loading and fetching so many tokens."""
+        return (self.load.seconds(loaded) if loaded else 0.0) + (self.fetch.seconds(fetched) if fetched else 0.0)
 
 
 @dataclass
@@ -79,6 +95,7 @@ class Conductor:
     num_workers: int
     seed: int = 0
     staged: PrefillPipelineShape = SINGLE_STAGE  # of each worker
+    stored_latency: StoredLatency | None = None  # of what memory workers have; None: no prefill worker gets it
     places: list[Place] = field(init=False)  # of the workers in the index
     queues: list[PrefillQueue] = field(init=False)
     _sends_until: list[float] = field(init=False)
@@ -122,7 +139,29 @@ class Conductor:
             self._random.random,
             lambda worker: self.prefix_index.num_pages(self.places[worker]),
             self.staged.fill_s if self.staged.stages > 1 else None,
+            prompt.num_stored_tokens if self.stored_latency else 0,
+            lambda fetched: self._stored_s(prompt.num_loaded_tokens, fetched),
         )
+
+    def _stored_s(self, loaded: int, fetched: int) -> float:
+        return self.stored_latency.seconds(loaded, fetched) if self.stored_latency else 0.0
+
+    def stored_pays(self, tokens: int, otherwise: int, stored: int, loaded: int, fetched: int) -> bool:
+        """Return whether a prompt is computed earlier after ``stored`` tokens than after ``otherwise`` ones.
+
+        First ``loaded`` of them come into the pool, and ``fetched`` of them to the prefill worker. The constant part of
+        the prefill latency counts in proportion: prompts of one length do not tell it from the part of each token.
+        """
+        if self.stored_latency is None or stored <= otherwise:
+            return False
+        seconds = self.prefill_latency.model.seconds
+        whole_s = seconds(tokens, otherwise)
+        computed_s = max(whole_s - seconds(tokens, stored), whole_s * (stored - otherwise) / (tokens - otherwise))
+        pays = self._stored_s(loaded, fetched) < computed_s
+        if not pays and computed_s > 0:
+            self.stored_latency.load.on_not_taken()
+            self.stored_latency.fetch.on_not_taken()
+        return pays
 
     def check_admission(
         self, prompt: PromptInfo, choice: RoutingDecision, now_s: float, room_s: float = 0.0
@@ -145,7 +184,7 @@ class Conductor:
     def reserve(self, request: Hashable, prompt: PromptInfo, choice: RoutingDecision, now_s: float) -> None:
         """Reserve ``choice`` for the request. Pages are copied, so hot pages soon have many replicas (section 5.2)."""
         line = self.queues[choice.worker]
-        if choice.source != NO_WORKER:
+        if choice.source >= 0:
             self._sends_until[choice.source] = now_s + choice.transfer_s
         if choice.transfer_would_pay and self.transfer_latency:
             self.transfer_latency.on_not_taken()

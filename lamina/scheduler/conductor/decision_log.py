@@ -14,7 +14,7 @@ from lamina.protocol.kv_placement import KvLocation
 from lamina.request import Refusal
 from lamina.scheduler.starts import DecodePlacement
 
-from .routing import NO_WORKER, RoutingDecision
+from .routing import MEMORY, NO_WORKER, RoutingDecision
 
 CHOICE, REFUSAL = "choice", "refusal"
 MAX_LOGGED_CANDIDATES = 8  # those with the lowest TTFT
@@ -119,7 +119,7 @@ class DecisionLog:
         }
         if way.source != NO_WORKER:
             fields |= {
-                "source": self.worker_name(way.source),
+                "source": "memory workers" if way.source == MEMORY else self.worker_name(way.source),
                 "moved": way.transferred_tokens,
                 "transfer_s": way.transfer_s,
             }

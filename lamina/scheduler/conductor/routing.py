@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 NO_WORKER = -1
+MEMORY = -2  # in place of a worker that sends a prefix: the memory workers
 
 
 class WorkerMatch(NamedTuple):
@@ -37,9 +38,9 @@ class WorkerMatch(NamedTuple):
 class RoutingDecision(NamedTuple):
     """A worker for a prompt, with the predicted times that led to it.
 
-    ``worker`` has the first ``prefix`` tokens, of which ``source`` sends ``transferred_tokens``. ``fill_s``: seconds
-    from the start of its first pipeline stage to the start of the last one. ``transfer_would_pay``: a transfer that
-    took no time would have lowered the TTFT.
+    ``worker`` has the first ``prefix`` tokens, of which ``source`` sends ``transferred_tokens``: a worker, or MEMORY.
+    ``fill_s``: seconds from the start of its first pipeline stage to the start of the last one.
+    ``transfer_would_pay``: a transfer that took no time would have lowered the TTFT.
     """
 
     worker: int
@@ -71,6 +72,9 @@ class RoutingQuery(NamedTuple):
     num_pages: Callable[[int], int] = lambda worker: 0  # pages that a worker holds
     # Seconds until a worker's last stage can begin. Parameters: tokens, prefix, prefill_s. None: one stage.
     fill_s: Callable[[int, int, float], float] | None = None
+    # First tokens that memory workers have or load, and the seconds until a worker has so many of them more.
+    num_stored_tokens: int = 0
+    stored_s: Callable[[int], float] = lambda tokens: 0.0
 
 
 Policy = Callable[[RoutingQuery], RoutingDecision]
@@ -85,26 +89,32 @@ def mooncake(query: RoutingQuery) -> RoutingDecision:
     for at in query.workers:
         if at.queue_s >= best_s:  # its TTFT is at least its queue
             continue
-        fetches = most.sendable > at.prefix * threshold
-        ttft_s = prices.fetched_s(at, most, hides=False) if fetches else prices.alone_s(at)
+        fetches = max(most.sendable, query.num_stored_tokens) > at.prefix * threshold
+        ttft_s = prices.received_s(at, most) if fetches else prices.alone_s(at)
         if ttft_s < best_s:
             best, best_s = at, ttft_s
-    if most.sendable > best.prefix * threshold:
-        return prices.fetched(best, most, hides=False)
-    return prices.alone(best)
+    if max(most.sendable, query.num_stored_tokens) <= best.prefix * threshold:
+        return prices.alone(best)
+    if query.num_stored_tokens > most.sendable:
+        return prices.stored(best, hides=False)
+    return prices.fetched(best, most, hides=False)
 
 
 def auto(query: RoutingQuery) -> RoutingDecision:
     """The lowest TTFT of all candidates. A transfer overlaps the queue, so the longer of both counts."""
     prices, most = _Estimates(query), best_cached_worker(query)
-    best, best_s, fetches = query.workers[0], math.inf, False
+    best, best_s, fetches, loads = query.workers[0], math.inf, False, False
     for at in query.workers:
         if at.queue_s >= best_s:  # its TTFT is at least its queue
             continue
         if (ttft_s := prices.alone_s(at)) < best_s:
-            best, best_s, fetches = at, ttft_s, False
+            best, best_s, fetches, loads = at, ttft_s, False, False
         if most.sendable > at.prefix and (ttft_s := prices.fetched_s(at, most)) < best_s:
-            best, best_s, fetches = at, ttft_s, True
+            best, best_s, fetches, loads = at, ttft_s, True, False
+        if query.num_stored_tokens > at.prefix and (ttft_s := prices.stored_s(at)) < best_s:
+            best, best_s, fetches, loads = at, ttft_s, False, True
+    if loads:
+        return prices.stored(best)
     if fetches:
         return prices.fetched(best, most)
     passed = any(at.queue_s < best_s and prices.for_nothing_s(at, most) < best_s for at in query.workers)
@@ -112,18 +122,20 @@ def auto(query: RoutingQuery) -> RoutingDecision:
 
 
 def candidates(query: RoutingQuery) -> Iterator[RoutingDecision]:
-    """Yields two candidates for each worker, without and with a transfer."""
+    """Yields up to three candidates for each worker: without a transfer, from another worker, from memory workers."""
     prices, most = _Estimates(query), best_cached_worker(query)
     for at in query.workers:
         yield prices.alone(at)
         if most.sendable > at.prefix:
             yield prices.fetched(at, most)
+        if query.num_stored_tokens > at.prefix:
+            yield prices.stored(at)
 
 
 def cache_aware(query: RoutingQuery) -> RoutingDecision:
-    """The least queue plus prefill; never a transfer."""
+    """The least queue plus prefill; never a transfer from another prefill worker."""
     prices = _Estimates(query)
-    return prices.alone(min(query.workers, key=prices.alone_s))
+    return without_transfer(query, min(query.workers, key=lambda at: min(prices.alone_s(at), prices.stored_s(at))))
 
 
 def load_balance(query: RoutingQuery) -> RoutingDecision:
@@ -159,8 +171,10 @@ def start_delay_s(queue_s: float, transfer_s: float, fill_s: float) -> float:
 
 
 def without_transfer(query: RoutingQuery, match: WorkerMatch) -> RoutingDecision:
-    """The decision that a worker computes all tokens that it has not cached."""
-    return _Estimates(query).alone(match)
+    """The decision that a worker computes all tokens that neither it nor, if they load faster, memory workers have."""
+    prices = _Estimates(query)
+    loads = query.num_stored_tokens > match.prefix and prices.stored_s(match) < prices.alone_s(match)
+    return prices.stored(match) if loads else prices.alone(match)
 
 
 class _Estimates:
@@ -190,6 +204,20 @@ class _Estimates:
             return start_delay_s(match.queue_s, transfer_s, fill_s) + prefill_s
         return transfer_s + start_delay_s(match.queue_s, 0.0, fill_s) + prefill_s
 
+    def stored_s(self, match: WorkerMatch, *, hides: bool = True) -> float:
+        """The TTFT with what memory workers have. ``hides``: as of ``fetched_s``."""
+        prefill_s, fill_s = self._computing(max(match.prefix, self._asked.num_stored_tokens))
+        transfer_s = self._asked.stored_s(max(0, self._asked.num_stored_tokens - match.prefix))
+        if hides:
+            return start_delay_s(match.queue_s, transfer_s, fill_s) + prefill_s
+        return transfer_s + start_delay_s(match.queue_s, 0.0, fill_s) + prefill_s
+
+    def received_s(self, match: WorkerMatch, most: WorkerMatch) -> float:
+        """The TTFT of Algorithm 1 with the longest prefix, wherever it is."""
+        if self._asked.num_stored_tokens > most.sendable:
+            return self.stored_s(match, hides=False)
+        return self.fetched_s(match, most, hides=False)
+
     def for_nothing_s(self, match: WorkerMatch, most: WorkerMatch) -> float:
         """The TTFT with a transfer that takes no time."""
         prefill_s, fill_s = self._computing(max(match.prefix, most.sendable))
@@ -215,4 +243,13 @@ class _Estimates:
             most.worker,
             moved,
             fill_s,
+        )
+
+    def stored(self, match: WorkerMatch, *, hides: bool = True) -> RoutingDecision:
+        length = self._asked.num_stored_tokens
+        prefill_s, fill_s = self._computing(length)
+        moved, ttft_s = length - match.prefix, self.stored_s(match, hides=hides)
+        transfer_s = self._asked.stored_s(moved)
+        return RoutingDecision(
+            match.worker, length, match.queue_s, transfer_s, prefill_s, ttft_s, "stored match", MEMORY, moved, fill_s
         )

@@ -282,6 +282,8 @@ class OffloadIndex(Feature):
         return ops
 
     def _may_fill(self, sequence: Sequence) -> bool:
+        if sequence.prefill_worker is not None:  # some of its K and V may still come
+            return False
         alone = sequence.discarded_ranges or sequence.do_not_cache  # no other sequence may find its KV
         lacks_kv = sequence.has_dropped_blocks or sequence.num_loading_tokens
         return not (self._most or alone or lacks_kv or sequence.finished)
@@ -477,10 +479,11 @@ class OffloadIndex(Feature):
     def _spare_s(candidates: Candidates, load: KvStart) -> float:
         """The seconds for which its first rows after the loaded tokens will be computed.
 
-        0 if they must wait for the load's end, since a failed load must not have been scored by sparse attention.
+        0 if they must wait for the load's end: a failed load must not have been scored by sparse attention, nor be
+        fetched by a prefill worker.
         """
         sequence, policy = candidates.sequence, candidates.chunk_policy
-        if sequence.evicts_kv or sequence.params.prompt_logprobs is not None:
+        if sequence.evicts_kv or sequence.params.prompt_logprobs is not None or candidates.on_prefill_worker:
             return 0.0
         missing = sequence.num_tokens_with_placeholders - load.length
         return candidates.prefill_s(policy.next_chunk(missing, policy.chunk, load.length))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import FIRST_LOCATION
-from lamina.protocol.step_plan import FetchPrefix, Fork, Free, New, SequenceOp, StepPlan, SurvivingKv
+from lamina.protocol.step_plan import MEMORY_WORKERS, FetchPrefix, Fork, Free, New, SequenceOp, StepPlan, SurvivingKv
 from lamina.scheduler.prefix_index import PREFILL, Holding, PageKeys, PrefixIndex
 from lamina.scheduler.sequence import Sequence
 
@@ -30,6 +30,11 @@ class _ComputingPrompt(NamedTuple):
     number: int
     keys: list[bytes]
     keep: bool
+
+
+def fetch_stored(sequence: Sequence, first: int, stop: int) -> FetchPrefix:
+    """Return the op by which a prefill worker gets tokens ``first .. stop`` of a sequence from memory workers."""
+    return FetchPrefix(sequence.id, first, stop - first, MEMORY_WORKERS, sequence.id, sequence.location)
 
 
 class PromptCache:
@@ -82,12 +87,14 @@ class PromptCache:
     def reserve(self, sequence: Sequence, length: int, lender: PromptCache | None = None) -> None:
         """Reserve the first ``length`` tokens for a started sequence.
 
-        They are at most ``num_cached_tokens`` of this cache, or ``num_sendable_tokens`` of ``lender``, which sends the
-        rest.
+        If they are more than ``num_cached_tokens`` of this cache, ``lender`` sends the rest, which has
+        ``num_sendable_tokens``; None: memory workers send it, from the sequence itself.
         """
         own = self._match(sequence, length)
         if own.length:
             self._sources[sequence.id] = own.number
+        if lender is None and own.length < length:
+            self._fetches[sequence.id] = fetch_stored(sequence, own.length, length)
         if lender is not None:
             source = lender._reserve_for_send(sequence, length)
             self._fetches[sequence.id] = FetchPrefix(

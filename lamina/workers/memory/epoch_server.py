@@ -44,6 +44,7 @@ from .kv_checksums import flip_bit
 from .kv_store import KvStore
 from .kv_transfer.live_migration import LiveMigration
 from .kv_transfer.prefill_receive import IDLE_S, PrefillReceiver
+from .kv_transfer.prefix_replies import PrefixReplies
 from .layer_loop.device_loop import DeviceLayerLoop
 from .layer_loop.host_loop import RESERVE_S, HostLayerLoop, ParityLayerLoop
 from .layer_loop.hybrid_loop import HybridLayerLoop
@@ -154,6 +155,7 @@ class EpochServer:
         self._device_layers: DeviceLayerLoop | None = None
         self.page_transfers: PageTransfers | None = None  # set before ``run`` if pages are offloaded
         self.live_migration: LiveMigration | None = None  # set before ``run`` if stripes may migrate
+        self.prefix_replies: PrefixReplies | None = None  # set before ``run`` if prefill workers fetch stored KV
         self.report: Callable[[BlockScoresReport], None] = lambda scored: None  # to the driver; set before ``run``
 
     @property
@@ -284,9 +286,15 @@ class EpochServer:
                     grants.check_plan(plan)
                 elif any(isinstance(op, PrefillGrant | FetchPrefix) for op in plan.ops):
                     raise ProtocolError(f"step {plan.step} grants or fetches, and there are no prefill workers")
+                if self.prefix_replies is None and any(
+                    isinstance(op, PrefillGrant) and op.num_fetched for op in plan.ops
+                ):
+                    raise ProtocolError(f"step {plan.step} lets a prefill worker fetch, and none is connected for it")
                 self._begin_store(plan)
                 if grants is not None:
                     grants.expect(plan)
+                if self.prefix_replies is not None:
+                    self.prefix_replies.begin(plan)
                 step = AttentionStep(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
             self._inbox.refused_plans[key.batch] = key

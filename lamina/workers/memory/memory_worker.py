@@ -21,7 +21,7 @@ from lamina.kv.pages import PROMPT, Provenance
 from lamina.kv.storage import StorageBackend, StorageConfig, StorageError, open_storage
 from lamina.netstack import Channel, ChannelError, ChannelTimeout, Fabric
 from lamina.observe.trace import NULL_RECORDER, Recorder
-from lamina.protocol.control import Connect, Quiesced
+from lamina.protocol.control import Connect, Quiesced, TransferPeer
 from lamina.protocol.offload_messages import MAX_LISTED_PAGES, LoadReady, OffloadConfig, StoredPages, TransferDone
 from lamina.protocol.reshard import RebuildKv, Reshard
 from lamina.protocol.step_plan import BindRequest, BlockScoresReport, ProtocolError, StripesCopied
@@ -36,6 +36,7 @@ from .kv_store import KvStore, check_bind
 from .kv_transfer.live_migration import LiveMigration
 from .kv_transfer.parity_rebuild import ParityRebuilder
 from .kv_transfer.peer_links import PeerLinks
+from .kv_transfer.prefix_replies import PrefixReplies
 from .kv_transfer.reshard import KvReshard
 from .kv_transfer.transfer_mesh import TransferMesh
 from .lease_limits import check_allowed_for_guest
@@ -125,13 +126,15 @@ class MemoryWorker:
         fabric = self._enter_epoch(meeting.epoch, net)
         self._counters.add("connects", 1)
         links = self._links = PeerLinks(fabric, meeting.peers, self._runtime)
+        names = [TransferPeer(name, is_awaited=True) for name in meeting.prefix_readers]
+        readers = PeerLinks(fabric, names, self._runtime)
         self._pages = None
 
         def accept() -> Channel | None:
             """Return the channel of the next compute or prefill worker; None if another one came, or none."""
             with suppress(ChannelTimeout):
                 channel = fabric.accept(listener, POLL_S)
-                return None if links.accept(channel) else channel
+                return None if links.accept(channel) or readers.accept(channel) else channel
             return None
 
         try:
@@ -150,11 +153,15 @@ class MemoryWorker:
                     self._clock,
                 )
                 server.page_transfers, server.report = self.transfers, self._report
+                if names and self.store is not None:
+                    server.prefix_replies = PrefixReplies(
+                        self.store, readers, self._counters, self._trace, meeting.epoch, self._runtime
+                    )
                 if meeting.peers and self.transfers is None and self.store is not None:
                     server.live_migration = LiveMigration(
                         self.store, links, meeting.epoch, self._report, self._counters
                     )
-                while server.num_missing or links.num_missing:
+                while server.num_missing or links.num_missing or readers.num_missing:
                     if server.num_missing:  # else steps may come while other memory workers are still to come
                         server.check_channels()
                     if (channel := accept()) is not None:
@@ -166,6 +173,7 @@ class MemoryWorker:
             raise
         finally:
             links.stop()
+            readers.stop()
             fabric.close()
 
     def reject_until_next_epoch(self, listener: EpochListener, epoch: int) -> None:

@@ -17,7 +17,7 @@ from lamina.ops import attention
 from lamina.ops.attention import name_of
 from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.prefill_stages import stage_layers
-from lamina.protocol.prefix_fetch import ConnectPrefillPeers
+from lamina.protocol.prefix_fetch import ConnectPrefillPeers, stored_prefix_reader
 from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest
 from lamina.workers.compute.attention_client import AttentionClient
 from lamina.workers.compute.compute_worker import ComputeWorker
@@ -32,6 +32,7 @@ from .kv_sender import KvSender
 from .prefill_worker import LocalAttention, PrefillWorker
 from .prefix_fetch import PrefixFetch, prefix_listener_terms
 from .stage_worker import StagePipeline, StageProgram, connect_stages, drop_model, stage_listener_terms, stage_program
+from .stored_prefix_fetch import StoredPrefixFetch
 
 
 def serve_prefill(sock: socket.socket, module: Any = None) -> None:
@@ -111,9 +112,15 @@ class PrefillServer(ModelServer):
             self._worker_in_epoch.connect_stages(
                 ring, ring.can_receive, self.start.replica % self.start.topology.prefill_pipeline
             )
+        if order.memory:
+            stored = StoredPrefixFetch(
+                self._store, cut.partition, self._own_slices.start, deadlines.step_timeout_s, self.runtime, self.trace
+            )
+            self._attention.add_prefix_fetch(stored)
+            stored.connect(order.memory, stored_prefix_reader(self.start.name), fabric, deadlines.start_timeout_s)
         if order.peers and self._prefix_listener is not None:
             beginnings = PrefixFetch(self._store, deadlines.step_timeout_s, self.runtime, self.trace)
-            self._attention.set_prefix_fetch(beginnings)  # first, so that it is stopped even if it cannot connect
+            self._attention.add_prefix_fetch(beginnings)  # first, so that it is stopped even if it cannot connect
             beginnings.connect(order, fabric, self._prefix_listener, deadlines.start_timeout_s)
 
     def _ready(self, bounds: list[BindReply], epoch: int) -> ComputeReady:

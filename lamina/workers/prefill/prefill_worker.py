@@ -3,7 +3,7 @@
 It computes a prompt in chunks, with all K and V of the prompt in its own store, and draws the first token. It sends K
 and V of each layer as soon as they exist. Memory workers store them when decoding leaves them idle
 (workers.memory.kv_transfer.prefill_receive), so a prompt hardly delays decoding. It may get K and V of a prompt's
-beginning from another prefill worker (prefill.prefix_fetch).
+beginning from another prefill worker (prefill.prefix_fetch) or from memory workers (prefill.stored_prefix_fetch).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from lamina.netstack import ChannelTimeout
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.control import RunRound, StepDone
-from lamina.protocol.step_plan import FetchPrefix, ProtocolError, StepPlan, SurvivingKv
+from lamina.protocol.step_plan import MEMORY_WORKERS, FetchPrefix, ProtocolError, StepPlan, SurvivingKv
 from lamina.utils.tensor_buffers import part_of
 from lamina.workers.compute.compute_worker import Attention, ComputeWorker, PipelineComm
 from lamina.workers.memory.attention_step import AttentionStep, StoredAttention, StoredKvRows
@@ -28,6 +28,7 @@ from lamina.workers.staging import EMPTY_BYTES
 
 from .kv_sender import KvSender
 from .prefix_fetch import PrefixFetch
+from .stored_prefix_fetch import StoredPrefixFetch
 
 STAGE_WAIT_S = 0.02  # seconds of a wait for the stage before, before the driver's messages are checked again
 POLL_S = 0.002  # seconds of a wait for memory workers, before the driver's messages are checked again
@@ -43,8 +44,8 @@ class LocalAttention:
         self._store, self._first = store, first
         self._before = EMPTY_BYTES  # O of the layer before the first one here, from the stage before
         self._client = pool
-        # Exchanges KV with other prefill workers; None until they are connected.
-        self._prefix_fetch: PrefixFetch | None = None
+        # Exchange KV with other prefill workers, and get KV of memory workers; none until they are connected.
+        self._prefix_fetches: list[PrefixFetch | StoredPrefixFetch] = []
         self._trace = trace
         self._step: AttentionStep | None = None
         self._q = EMPTY_BYTES
@@ -52,22 +53,22 @@ class LocalAttention:
         self._stored: list[StoredAttention] = []
         self.attend_s = 0.0
         self.wait_s = 0.0  # always 0: it waits for no memory worker
-        self.fetch_s = 0.0  # waits for beginnings of prompts from other prefill workers, after their steps began
+        self.fetch_s = 0.0  # waits for beginnings of prompts from other workers, after their steps began
         self.fetched_bytes = 0
         self._in_slices_s = 0.0  # seconds of fetching and attending
         self._past_s = 0.0  # sending, in older epochs
 
     def connect(self, pool: Attention, keep: Sequence[SurvivingKv] | None = None) -> None:
         """Send K and V by ``pool`` from now on. ``keep``: the KV of the store to keep; None for all."""
-        if self._prefix_fetch:
-            self._prefix_fetch.stop()
+        for fetch in self._prefix_fetches:
+            fetch.stop()
         if keep is not None:
             self._store.reconcile(keep)
-        self._past_s, self._client, self._step, self._prefix_fetch = self.sending_s, pool, None, None
+        self._past_s, self._client, self._step, self._prefix_fetches = self.sending_s, pool, None, []
 
-    def set_prefix_fetch(self, beginnings: PrefixFetch) -> None:
-        """Use the connections to other prefill workers of this epoch, which have beginnings of prompts."""
-        self._prefix_fetch = beginnings
+    def add_prefix_fetch(self, beginnings: PrefixFetch | StoredPrefixFetch) -> None:
+        """Use the connections to other workers of this epoch, which have beginnings of prompts."""
+        self._prefix_fetches.append(beginnings)
 
     @property
     def send_s(self) -> float:
@@ -81,10 +82,12 @@ class LocalAttention:
 
     def send_plan(self, plan: StepPlan) -> None:
         """Announce a coming step, and request the KV that it fetches. Raises ChannelError, ProtocolError."""
-        if self._prefix_fetch:
-            self._prefix_fetch.request(plan)
-        elif any(isinstance(op, FetchPrefix) for op in plan.ops):
-            raise ProtocolError(f"step {plan.step} fetches from prefill workers to which this one has no channel")
+        for op in plan.ops:
+            wanted = StoredPrefixFetch if isinstance(op, FetchPrefix) and op.worker == MEMORY_WORKERS else PrefixFetch
+            if isinstance(op, FetchPrefix) and not any(isinstance(each, wanted) for each in self._prefix_fetches):
+                raise ProtocolError(f"step {plan.step} fetches from workers to which this one has no channel")
+        for fetch in self._prefix_fetches:
+            fetch.request(plan)
 
     def prepare(self, plan: StepPlan) -> None:
         """Do nothing: the store is as the last step left it."""
@@ -95,8 +98,8 @@ class LocalAttention:
             self._store.apply_plan(plan)
             self._store.apply_block_copies()
             self._step = AttentionStep(self._store, plan)
-            if self._prefix_fetch:
-                self._prefix_fetch.begin_step(plan)
+            for fetch in self._prefix_fetches:
+                fetch.begin_step(plan)
             self._client.begin_step(plan)
 
     def receive_output(self, o: Tensor) -> None:
@@ -106,7 +109,7 @@ class LocalAttention:
     def q(self, layer: int, q: Tensor) -> None:
         """Attend the stored tokens with q [R, Hq, 1, D], after the layer's fetched KV has arrived."""
         begun, own = time.perf_counter(), layer - self._first
-        if self._prefix_fetch and (nbytes := self._prefix_fetch.receive_layer(own)):
+        if nbytes := sum(fetch.receive_layer(own) for fetch in self._prefix_fetches):
             self.fetched_bytes += nbytes
             self.fetch_s += time.perf_counter() - begun
         start, step, fetched = self._trace.now(), self._store_step, time.perf_counter()

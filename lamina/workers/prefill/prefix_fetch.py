@@ -15,7 +15,7 @@ from lamina.netstack import Geometry, ListenTerms, PeerFault
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.control import TransferPeer
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers, PrefixRequest
-from lamina.protocol.step_plan import GRANTS_AHEAD, FetchPrefix, ProtocolError, StepPlan, decode, encode
+from lamina.protocol.step_plan import GRANTS_AHEAD, MEMORY_WORKERS, FetchPrefix, ProtocolError, StepPlan, decode, encode
 from lamina.workers.compute.attention_client import MissingKvError
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
@@ -87,7 +87,7 @@ class PrefixFetch:
     def request(self, plan: StepPlan) -> None:
         """Request the KV that a coming step fetches. Raises ChannelError, ProtocolError."""
         for op in plan.ops:
-            if isinstance(op, FetchPrefix):
+            if isinstance(op, FetchPrefix) and op.worker != MEMORY_WORKERS:
                 data = encode(PrefixRequest(op.source, op.first, op.count, plan.batch, plan.step))
                 self._source(op).request(plan.step, data)
 
@@ -95,7 +95,7 @@ class PrefixFetch:
         """Begin the step of an applied plan. Raises ProtocolError."""
         self._pending = None
         for op in plan.ops:
-            if isinstance(op, FetchPrefix):
+            if isinstance(op, FetchPrefix) and op.worker != MEMORY_WORKERS:
                 if self._pending is not None:
                     raise ProtocolError(f"step {plan.step} fetches for two sequences")
                 ids = whole_blocks(self._store, op.sequence, op.first, op.count)

@@ -12,6 +12,7 @@ from conducted import LAW, RATE, algorithm_1, asked
 
 from lamina.scheduler.conductor.latency_model import LatencyFit, PrefillLatency, PrefillLatencyEstimator
 from lamina.scheduler.conductor.routing import (
+    MEMORY,
     NO_WORKER,
     POLICIES,
     WorkerMatch,
@@ -178,3 +179,18 @@ def test_a_law_of_uneven_workers_tells_the_mean() -> None:
         fit.observe(tokens, 0, LAW.seconds(tokens) * rng.choice([0.5, 2.0]))
         found.append(fit.model.seconds(10_000) / LAW.seconds(10_000))
     assert sum(found[100:]) / 300 == pytest.approx(1.25, abs=0.12)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(("stored_s", "source"), [(0.1, MEMORY), (100.0, NO_WORKER)])
+def test_what_memory_workers_have_stored_is_taken_where_that_is_faster(
+    policy: str, stored_s: float, source: int
+) -> None:
+    """Algorithm 1 takes the longest prefix whatever it costs, as it takes those of other workers."""
+    query = asked([(0.0, 0), (0.0, 0)])._replace(num_stored_tokens=9000, stored_s=lambda tokens: stored_s)
+    choice = POLICIES[policy](query)
+    if policy != "mooncake":
+        assert choice.source == source
+    assert (choice.prefix, choice.transferred_tokens) == ((9000, 9000) if choice.source == MEMORY else (0, 0))
+    other = asked([(0.0, 9500), (0.0, 0)])._replace(num_stored_tokens=9000, stored_s=lambda tokens: stored_s)
+    assert auto(other).source == NO_WORKER, "its worker has more"

@@ -133,7 +133,7 @@ def test_what_has_come_counts_under_all_views_and_for_no_slice() -> None:
     with met(2) as workers:
         pool: Any = SimpleNamespace(send_s=0.0, begin_step=lambda plan: None)
         own = LocalAttention(workers[1].store, pool)
-        own.set_prefix_fetch(workers[1].own)
+        own.add_prefix_fetch(workers[1].own)
         plan = StepPlan(step=1, ops=[New(5), FetchPrefix(5, 0, STORED, 0, 1)], rows=[RowRange(5, STORED, 3)])
         own.send_plan(plan)
         own.begin_step(plan)
@@ -160,7 +160,7 @@ def test_half_a_block_is_no_beginning() -> None:
 
 def test_nobody_is_fetched_from_who_is_not_there() -> None:
     with met(2) as workers:
-        for worker in (1, 2, -1):
+        for worker in (1, 2, -2):
             with pytest.raises(ProtocolError, match="there is no other prefill worker"):
                 workers[1].own.request(StepPlan(step=9, ops=[FetchPrefix(5, 0, 16, worker, 1)], rows=[]))
 
