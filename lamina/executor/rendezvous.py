@@ -69,8 +69,8 @@ def prefill_connections(
     fetches: bool,
 ) -> Iterator[tuple[int, ConnectPrefillPeers]]:
     """Yield each prefill worker's place and its peers. These are workers of its stage in all groups, if they fetch
-    prefixes from each other, the stages before and after it in its own group, and the ``memory`` workers from which it
-    fetches stored KV.
+    prefixes from each other, and the stages before and after it in its own group. It fetches stored KV from the
+    ``memory`` workers.
     """
     stages = topology.prefill_pipeline
     for place in range(len(names) if stages > 1 or fetches or memory else 0):
