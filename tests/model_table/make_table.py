@@ -37,8 +37,8 @@ REASONS = {
     "State other than K and V: recurrent, linear attention, convolution, a count of positions":
         r"outside of attention|is of type (linear|conv|hybrid|moe)|has no softmax attention.*\(\w*"
         r"(Mamba|Delta|Linear\w*Attention|Recurr|Conv|Rwkv|RWKV|Lightning|LSTM|Ssm|Mixer|Lru)\w*\)",
-    "Attention that is indexed, compressed or sparse by data":
-        "passes indices|is of type (indexed|compressed|heavily|minimax)|indexer|attends to",
+    "Attention that is indexed, compressed, sparse by data, or decided by its own cache":
+        "passes indices|is of type (indexed|compressed|heavily|minimax)|indexer|attends to|an index of its keys",
     "Attention in the model's own code, which cannot be routed":
         "attentions that can be routed|has no softmax attention|cannot be cut|cannot run a step|alters its mask",
     "Positions that do not begin at 0, or that the model counts": "number the tokens|counts positions",
@@ -66,16 +66,21 @@ def run_family(name: str) -> Result:
     from lamina import LLM, SamplingParams
 
     try:
-        model = build(name)
+        model, expected, failure = build(name), [], ""
         vocab = model.config.get_text_config(decoder=True).vocab_size
-        expected = [reference(model, prompt) for prompt in prompts(vocab)]
     except Exception as error:  # noqa: BLE001 - of transformers' own code
         return Result(name, NOT_BUILT, one_line(error))
+    try:
+        expected = [reference(model, prompt) for prompt in prompts(vocab)]
+    except Exception as error:  # noqa: BLE001 - of transformers' own code, such as a model that needs an image
+        failure = one_line(error)
     folder = tempfile.mkdtemp(prefix="families-")
     try:
         model.save_pretrained(folder)
         params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
         with LLM(folder, transport="loopback", max_model_len=POSITIONS) as llm:
+            if failure:
+                return Result(name, NOT_BUILT, failure)
             outputs = llm.generate(prompts(vocab), params)
         wrong = difference(expected, [output.outputs[0].token_ids for output in outputs], "LLM")
         silent = silent_parts(model, prompts(vocab)[1])

@@ -110,6 +110,42 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"head_dim": 8},
     "longcat_flash": {"head_dim": 8},
     "youtu": {"head_dim": 8},
+    "janus_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 32},
+    "janus_vision_model": {"projection_dim": 64},
+    "emu3": {"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5, "<|visual token 000000|>": 6}},
+    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 64},
+    "timm_wrapper": {"model_args": {"embed_dim": 32}},
+    "granite4_vision": {
+        "downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0, 1, 2, 3],
+    },
+    "granite4_vision_text": {"head_dim": 16},
+    "blip_2_qformer": {"num_attention_heads": 2, "hidden_size": 64},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+        "indexer_compress_ratio": 4, "hc_lowrank": 16, "ple_embed_dim": 16, "ngram_vocab_size_base": 320,
+        "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1,
+    },
+    "dots3_note_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 8, "per_layer_config": {}, "head_dim": 24,
+        "layer_types": ["indexed_attention", SLIDING] * 2,
+    },
+    "glm5_next_text": {"qk_rope_head_dim": 0, "linear_num_heads": 4, "linear_head_dim": 16, "head_dim": 0},
+    "step3p5": {
+        "sliding_window": WINDOW, "layer_types": MIXED, "share_expert_dim": 32, "num_sliding_attention_heads": 8,
+        "rope_parameters": {FULL: DEFAULT_ROPE, SLIDING: DEFAULT_ROPE},
+    },
+    "molmo2_vision": {"image_size": [28, 28], "num_position_embeddings": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "molmo2_adapter": {
+        "vision_feature_layer": [0], "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "text_hidden_size": 64, "intermediate_size": 64, "hidden_size": 32,
+    },
+    "muse_spark_text": {"moe_hidden_size": 64, "layer_rope_theta": [10000.0, 0] * 2, "layer_types": MIXED},
+    "muse_spark_audio": {"patch_sizes": [4], "hidden_sizes": [32], "depths": [1], "out_hidden_size": 64},
+    "cosmos3_edge_text": {"rope_parameters": {**DEFAULT_ROPE, "mrope_section": [4, 2, 2]}},
+    "dots3_note": {"per_layer_config": {}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", *["sparse"] * 3], "n_group": 1, "topk_group": 1},
+    "diffusion_gemma_text": {"top_k_experts": 2, "num_experts": 4, "moe_intermediate_size": 32, "per_layer_config": {}},
+    "zamba2": {"hybrid_layer_ids": [1, 3], "layers_block_type": ["linear_attention", "hybrid"] * 2},
 }  # fmt: skip
 # Sections of M-RoPE, for heads of 8 elements.
 SECTIONS = {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}}
@@ -134,6 +170,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "granitemoehybrid:attention": {"layer_types": HYBRID, "position_embedding_type": "rope", "num_local_experts": 0},
     "qwen3_next:attention": {"layer_types": HYBRID},
     "nemotron_h:attention and mlp": {"layers_block_type": [FULL, "mlp", FULL, "moe"]},
+    "minimax_m3_vl_text:sparse": {
+        "layer_types": [FULL, "minimax_m3_sparse"] * 2, "index_block_size": 8, "index_topk_blocks": 2,
+    },
     "qwen2:window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "layer_types": None},
     "mixtral:window": {"sliding_window": WINDOW},
     "llama:linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
@@ -211,13 +250,21 @@ def shrunk(config: Any, kind: str) -> dict[str, Any]:
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is None:
             continue
-        own = part.to_dict()
         if any(word in name for word in ("vision", "audio", "vq", "tokenizer")) or "Vision" in type(part).__name__:
-            known = {k: v for k, v in VISION.items() if k in own and not isinstance(own[k], list | tuple)}
-            options[name] = known | {"model_type": part.model_type}
+            options[name] = _other_part(part) | {"model_type": part.model_type}
         else:
             options[name] = {**shrunk(part, part.model_type), "model_type": part.model_type}
     return options | SETTINGS.get(kind, {})
+
+
+def _other_part(config: Any) -> dict[str, Any]:
+    """Return settings of a part for images or sound, and of the parts inside it."""
+    own = config.to_dict()
+    options = {k: v for k, v in VISION.items() if k in own and not isinstance(own[k], list | tuple)}
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            options[name] = _other_part(part) | {"model_type": part.model_type}
+    return options | SETTINGS.get(config.model_type, {})
 
 
 def _sizes(config: Any) -> dict[str, Any]:

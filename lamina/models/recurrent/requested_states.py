@@ -1,6 +1,7 @@
 """The states that a model asks of its cache, of which those that were not routed rule it out.
 
-What a model computes does not show them: with small weights a recurrent layer hardly changes any logit.
+What a model computes does not show them: with small weights a recurrent layer hardly changes any logit, and a step
+without a cache has no window that a cache layer keeps.
 """
 
 from __future__ import annotations
@@ -20,9 +21,18 @@ _TOKENS = 4
 
 def check_requested_states(model: nn.Module, mixers: MixerRouter) -> None:
     """Run the routed model on a few tokens with a cache that records what it keeps. Raises UnsupportedModelError, with
-    the layer, for a state that is none of a routed layer. A model that takes no such cache is not judged.
+    the layer, for a state that is none of a routed layer, and for a class of cache that comes with the model. A model
+    that takes no such cache is not judged.
     """
+    from transformers import DynamicCache
+
     cache = _recording_cache(model)
+    for number, layer in enumerate(cache.layers):
+        if type(layer).__module__ != DynamicCache.__module__:
+            raise UnsupportedModelError(
+                f"layer {number} of {type(model).__name__} keeps K and V in a cache of its own "
+                f"({type(layer).__name__}), which decides what it attends to"
+            )
     device = next(model.parameters()).device
     ids = torch.ones(1, _TOKENS, dtype=torch.long, device=device)
     try:
