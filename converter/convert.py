@@ -38,6 +38,7 @@ def convert(
     mixer_op: torch._ops.OpOverload | None = None,
     prepare: Callable[[fx.Graph], None] | None = None,
     expect: int | None = None,
+    early_q: bool = True,
     shown: bool = False,
     max_positions: int = 64,
     cache: CaptureStore | None = None,
@@ -52,6 +53,7 @@ def convert(
     mixer_op: a second operator, of inputs of a row and arguments as ``rest``: ``mixer_op([x [R, ...], ...], *rest) ->
     [R, ...]``. prepare: changes the traced graph before it is cut.
     expect: the number of both that there must be; fewer means a layer that keeps other state.
+    early_q: send Q before K and V are computed; else in the order of the captured program, for measurements.
     shown: rows were found independent before, with these weights. Otherwise it is shown by rule and by running that no
       row's result depends on other rows. Runs use positions from 0 to ``max_positions`` - 1, which the model must
       support.
@@ -77,7 +79,7 @@ def convert(
     numbered = [(i, call) for i, calls in enumerate(graph.exchanges) for call in calls]
     calls = tuple(describe_call(graph, values, i, call) for i, call in numbered if is_attention(call))
     mixers = tuple(describe_mixer(graph, values, i, call) for i, call in numbered if not is_attention(call))
-    schedules = schedule_slices(graph, cuts)
+    schedules = schedule_slices(graph, cuts, early_q=early_q)
     slices = tuple(Emitter(graph, values, i, s).build() for i, s in enumerate(schedules))
     clock.done("emit")
     described = tuple(describe_cut(graph, i, nodes) for i, nodes in enumerate(cuts))

@@ -66,6 +66,17 @@ def slice_facts(piece: Slice) -> SliceFacts:
     return SliceFacts(piece.index, operators, piece.weight_bytes, tuple(gemms), q_first, why)
 
 
+def send_shares(piece: Slice) -> tuple[float, ...]:
+    """Return, for each message of a slice, the share of its GEMM weights' bytes that it waits for."""
+    done, shares = 0, list[int]()
+    for node in piece.module.graph.nodes:
+        if is_gemm(node):
+            done += sum(w.meta["val"].numel() * w.meta["val"].itemsize for w in _matrices(node))
+        elif node.op == "call_method":
+            shares.append(done)
+    return tuple(share / done if done else 1.0 for share in shares)
+
+
 def is_gemm(node: fx.Node) -> bool:
     """Return True if this node multiplies rows with weights."""
     lookup = operator_name(node) in _LOOKUPS

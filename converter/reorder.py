@@ -1,4 +1,6 @@
-"""The order of work inside a slice: for each message what its operands need, then the rest. Q leaves first."""
+"""The order of work inside a slice: for each message what its operands need, then the rest. Q leaves first, unless a
+measurement asks for the order of the captured program.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ class Schedule:
     results: list[fx.Node]
 
 
-def schedule_slices(graph: RowGraph, cuts: Sequence[list[fx.Node]]) -> list[Schedule]:
-    """Return the L + 1 slices of L cuts.
+def schedule_slices(graph: RowGraph, cuts: Sequence[list[fx.Node]], *, early_q: bool = True) -> list[Schedule]:
+    """Return the L + 1 slices of L cuts. ``early_q``: each message leaves as soon as its operands are computed. Without
+    it all messages of a slice leave together, after their work in the order of the captured program.
 
     Each list is in order of demand: a node comes right before its first consumer, operands from left to right. So the
     order follows from what a slice computes, not from the node's place in the model, and equal layers get equal slices.
@@ -32,11 +35,12 @@ def schedule_slices(graph: RowGraph, cuts: Sequence[list[fx.Node]]) -> list[Sche
     starts = [list(graph.capture.inputs), *cuts]
     ends = [*cuts, [graph.capture.logits]]
     exchanges: list[tuple[fx.Node, ...]] = [(), *graph.exchanges, ()]
-    return [_schedule(graph, *parts) for parts in zip(starts, exchanges, exchanges[1:], ends, strict=False)]
+    return [_schedule(graph, early_q, *parts) for parts in zip(starts, exchanges, exchanges[1:], ends, strict=False)]
 
 
 def _schedule(
     graph: RowGraph,
+    early_q: bool,
     carried: list[fx.Node],
     arrive: tuple[fx.Node, ...],
     leave: tuple[fx.Node, ...],
@@ -45,6 +49,9 @@ def _schedule(
     done = {*carried, *arrive, *graph.static}
     sent = [message for call in leave for message in messages_of(call)]
     messages = [(_by_demand(message.operands, done), message) for message in sent]
+    if not early_q:
+        work = sorted(node for before, _ in messages for node in before)
+        messages = [([] if i else work, message) for i, message in enumerate(sent)]
     rest = _by_demand(results, done)
     return Schedule(carried, arrive, messages, rest, results)
 

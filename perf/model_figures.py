@@ -76,17 +76,21 @@ def _traces(figure: str, folder: str | None) -> dict[str, RequestTrace]:
 
 
 def _text(name: str, figure: PaperFigure) -> str:
-    rows = [["", "paper", "modelled", "gap", "", ""], *(_row(line) for line in figure.lines)]
+    rows = [["", "paper", "modelled", "gap", "emulated", "", ""], *(_row(line) for line in figure.lines)]
+    if all(line.emulated is None for line in figure.lines):
+        rows = [row[:4] + row[5:] for row in rows]
+    left = (0, len(rows[0]) - 2)
     notes = [f"  not reproduced: {figure.not_reproduced}"] if figure.not_reproduced else []
     notes += [f"  measured: {figure.measured}"]
-    return "\n".join([f"{name} of arXiv 2405.01814: {figure.title}", *table(rows, left=(0, 4)), *notes]) + "\n"
+    return "\n".join([f"{name} of arXiv 2405.01814: {figure.title}", *table(rows, left=left), *notes]) + "\n"
 
 
 def _row(line: FigureValue) -> list[str]:
     paper = "-" if line.paper is None else f"{line.paper:,.10g}"
     gap = "-" if line.gap is None else f"{line.gap:+.1%}"
     modelled = f"{line.modelled:,.0f}" if line.modelled >= 1000 else f"{line.modelled:.4g}"
-    return [line.what, paper, modelled, gap, line.unit, line.note]
+    emulated = "-" if line.emulated is None else f"{line.emulated:.4g}"
+    return [line.what, paper, modelled, gap, emulated, line.unit, line.note]
 
 
 if __name__ == "__main__":

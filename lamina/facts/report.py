@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -33,7 +34,7 @@ def explain_text(facts: dict[str, Any]) -> str:
         f"{facts['model']}: {facts['architecture']}, {facts['dtype']}, {layers} attention layers, {weights} of weights",
         f"{facts['num_slices']} slices of {kinds} kinds ({how}); row independence {rows[facts['rows']]}",
         "",
-        *_slices(facts["slices"]),
+        *_slices(facts["slices"], facts["early_q"]),
         "",
         *_crossings(facts),
     ]
@@ -61,7 +62,7 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
     return lines
 
 
-def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
+def _slices(slices: Sequence[dict[str, Any]], early_q: bool) -> list[str]:
     rows = [["slices", "operators", "weights", "GEMM before Q", "Q to KV", "Q first"]]
     notes: dict[str, list[str]] = {}
     for label, piece, _ in _ranges(slices, lambda s: s["signature"]):
@@ -69,10 +70,24 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
         shares = [_percent(piece["gemm_share"][b]) for b in _BLOCKS] if first is not None else ["-"] * len(_BLOCKS)
         verdict = "-" if first is None else "yes" if first else "no"
         rows.append([label, str(piece["operators"]), size_text(piece["weight_bytes"]), *shares, verdict])
-        if first is False:
+        if first is False and early_q:
             notes.setdefault(piece["why"], []).append(label)
     explanations = [f"  Q is not first in {', '.join(where)}: {why}" for why, where in notes.items()]
-    return [*table(rows), *explanations]
+    return [*table(rows), *explanations, *_orders(slices, early_q)]
+
+
+def _orders(slices: Sequence[dict[str, Any]], early_q: bool) -> list[str]:
+    """Return a line that compares both orders of messages, for the kind of slice that most layers have."""
+    kinds = Counter(s["signature"] for s in reversed(slices) if s["q_first"])  # of equal counts the later one
+    if not early_q:
+        return ["  captured order (--no-early-q): Q, K and V leave together"]
+    if not kinds:
+        return []
+    piece = next(s for s in slices if s["signature"] == kinds.most_common(1)[0][0])
+    before_q, between = (piece["gemm_share"][b] for b in _BLOCKS)
+    late = _percent(before_q + between)
+    order = f"Q leaves after {_percent(before_q)} of a slice's GEMM weights, K and V after {late}"
+    return [f"  {order}; in the captured order (--no-early-q) all leave after {late}"]
 
 
 def _percent(share: float) -> str:

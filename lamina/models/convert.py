@@ -34,13 +34,15 @@ def convert_model(
     deterministic: bool = False,
     part: WeightShard = WHOLE_MODEL,
     keep: bool = False,
+    early_q: bool = True,
     stamps: Sequence[FileStamp] = (),
 ) -> SlicedProgram:
     """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was.
 
     ``max_model_len``: the most tokens of a text; a model whose attention or rotary embedding changes with longer texts
     is served up to there. ``deterministic``: experts compute
-    each row by itself, so that a row does not depend on others; slower. ``part``: of the model's weights.
+    each row by itself, so that a row does not depend on others; slower. ``part``: of the model's weights. ``early_q``:
+    as in ``converter.convert``.
 
     ``keep``: use the capture of an earlier start, or make one for later starts. It is for a model that packages made
     from a configuration, and that was not changed since. ``stamps``: of the files of its weights; what an earlier start
@@ -64,6 +66,7 @@ def convert_model(
                 mixer_op=MIXER_OP,
                 prepare=fold_mixers,
                 expect=expect,
+                early_q=early_q,
                 shown=shown,
                 max_positions=max_model_len,
                 cache=kept,

@@ -45,14 +45,16 @@ def plan_cuts(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     ranks: int = 1,
+    early_q: bool = True,
     hf_overrides: str = "",
     backend: LinearBackend | None = None,
     quantization: str = "",
 ) -> CutPlan:
     """Cut a model without weights. ``model``: a directory, a hub id or a configuration file. ``ranks``: with several,
-    the result is the part of the first one. ``backend``: linear layers of a quantised checkpoint stay packed, as in
-    ``load``, where its files are here, and so do those of others with a ``quantization`` of int8 or int4. If provably
-    the same, a few layers are captured and the others derived from them; else all are captured.
+    the result is the part of the first one. ``early_q``: as in ``converter.convert``. ``backend``: linear layers of a
+    quantised checkpoint stay packed, as in ``load``, where its files are here, and so do those of others with a
+    ``quantization`` of int8 or int4. If provably the same, a few layers are captured and the others derived from them;
+    else all are captured.
     """
     config = configuration(model, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
     limit, keep = max_model_len(config), not trust_remote_code
@@ -69,13 +71,13 @@ def plan_cuts(
         shard.shrink_to_shard(module)
         pack(module, shard)
         shard.attach_collectives(module)
-        program = convert_model(module, max_model_len=limit, part=shard.weight_shard, keep=keep)
+        program = convert_model(module, max_model_len=limit, part=shard.weight_shard, early_q=early_q, keep=keep)
         return CutPlan(module, program, shard)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(module), few)
         small = pack(from_config(less, dtype=dtype, trust_remote_code=trust_remote_code), WHOLE)
-        program = convert_model(small, max_model_len=limit, keep=keep)
+        program = convert_model(small, max_model_len=limit, early_q=early_q, keep=keep)
         return program, layer_stack(small, few)[1], _layer_entries(less, few)
 
     pack(module, WHOLE)
@@ -83,7 +85,7 @@ def plan_cuts(
     with suppress(ConversionError):  # not in a list of layers: all of them are captured
         name, layers = layer_stack(module, total)
         stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
-    whole = stamped or convert_model(module, max_model_len=limit, keep=keep)
+    whole = stamped or convert_model(module, max_model_len=limit, early_q=early_q, keep=keep)
     return CutPlan(module, whole, None)
 
 

@@ -28,7 +28,7 @@ EPILOG = """\
 columns: "slices" are the parts of the model between attention operators, slice N before that of layer N; equal ones
 share a row. "operators" are calls in its program. Two columns are shares of its GEMM weights: "GEMM before Q" until Q
 is sent, "Q to KV" from then until K and V are sent. "Q first" says whether attention can begin while K and V are
-computed. "cut N" has the tensors that stay on compute workers from slice N to
+computed: not with --no-early-q. "cut N" has the tensors that stay on compute workers from slice N to
 N + 1, by their bytes for a token. "uncut" is what would be alive there without a minimum cut. "messages N" has the
 bytes of Q, of K and V together (KV), and of O of layer N, between compute and memory workers.
 """
@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--no-weights", action="store_true", help="plan from the configuration alone")
+    parser.add_argument(
+        "--no-early-q",
+        dest="early_q",
+        action="store_false",
+        help="order the messages as the captured program has them: Q leaves with K and V",
+    )
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
     parser.add_argument("--quantization", default="", help=OPTIONS["quantization"].help)
@@ -81,7 +87,12 @@ def run(args: argparse.Namespace) -> int:
     model, program = _planned(args) if args.no_weights else _convert(args)
     from lamina.converter.explain import to_json
 
-    facts = {"model": args.model, **_describe(model, args.tensor_parallel_size), **to_json(program)}
+    facts = {
+        "model": args.model,
+        "early_q": args.early_q,
+        **_describe(model, args.tensor_parallel_size),
+        **to_json(program),
+    }
     tiers = _tiers(args, sparsity, program) if sparsity is not None else []
     if args.json:
         for part in tiers:
@@ -155,7 +166,8 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
         quantization=args.quantization,
     )
     limit, keep = loaded.max_model_len, not trust
-    return loaded.model, convert_model(loaded.model, max_model_len=limit, part=loaded.part, keep=keep)
+    program = convert_model(loaded.model, max_model_len=limit, part=loaded.part, early_q=args.early_q, keep=keep)
+    return loaded.model, program
 
 
 def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
@@ -167,6 +179,7 @@ def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
         ranks=args.tensor_parallel_size,
+        early_q=args.early_q,
         backend=gemm.get("auto", 1),
         quantization=args.quantization,
     )

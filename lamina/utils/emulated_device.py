@@ -26,6 +26,7 @@ class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_row_s: float = 0.0  # for each row of such a call
     attention_s: float = 0.0  # of a call
     attention_byte_s: float = 0.0  # for each byte of stored K and V that it reads
+    early_q: bool = True  # False: Q waits for K and V, as in the captured program
 
     def __post_init__(self) -> None:
         each = (self.slice_row_s, self.prefill_s, self.prefill_row_s, self.attention_s, self.attention_byte_s)
@@ -45,6 +46,12 @@ class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"{VARIABLE}: {e}") from None
 
 
+def sends_early_q() -> bool:
+    """Return False if LAMINA_EMULATE asks for the captured program's order. Raises ValueError."""
+    times = DeviceTimes.from_environment()
+    return times is None or times.early_q
+
+
 class EmulatedDevice:
     """Executes one task after the other, each in its time. One thread uses it."""
 
@@ -55,8 +62,8 @@ class EmulatedDevice:
         """Queue a task of ``seconds``."""
         self._free = max(self._free, time.perf_counter()) + seconds
 
-    def finish(self) -> None:
-        """Sleep until all tasks are done."""
-        left = self._free - time.perf_counter()
+    def finish(self, but_s: float = 0.0) -> None:
+        """Sleep until all tasks are done, or all but the last ``but_s`` seconds of them."""
+        left = self._free - but_s - time.perf_counter()
         if left > 0.0:
             time.sleep(left)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from toys import CUT, Decoder, History, Sender
 
 from lamina.converter import ConversionError, Slice, SlicedProgram, convert
+from lamina.converter.explain import send_shares
 from lamina.converter.graph import is_expensive
 
 
@@ -136,6 +137,24 @@ def test_q_leaves_before_k_and_v_are_computed() -> None:
     assert before[-1] == "layers.1.attention.q_proj.weight"
     assert between == ["layers.1.attention.k_proj.weight", "layers.1.attention.v_proj.weight"]
     assert after == []
+
+
+def test_without_early_q_messages_leave_together_in_the_captured_order_with_the_same_numbers() -> None:
+    model, early = converted(dtype=torch.float64)
+    captured = cut(model, early_q=False)
+    before, between, after = blocks(captured.slices[1])
+    assert before[-3:] == [f"layers.1.attention.{x}_proj.weight" for x in "qkv"]
+    assert between == after == []
+    first, second = send_shares(captured.slices[1])
+    assert first == second == 1.0
+    assert send_shares(early.slices[1])[0] < send_shares(early.slices[1])[1] == 1.0
+    ids, positions, results = torch.arange(5)[:, None], torch.arange(5)[:, None] * 7, []
+    for program in (early, captured):
+        history = History()
+        history.rows = [*range(5)]
+        results.append(step(program, history, ids, positions))
+        assert history.events == ["q0", "kv0", "q1", "kv1", "q2", "kv2"]
+    assert torch.equal(*results)
 
 
 @pytest.mark.long(but=["slices"])

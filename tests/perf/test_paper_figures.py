@@ -92,6 +92,15 @@ def test_sequences_and_saturation_on_azure_conv() -> None:
     assert tokens_s[8] / tokens_s[4] < 1.15, "more memory devices bring little behind (2,4)"
 
 
+def test_no_part_of_a_step_takes_less_than_nothing() -> None:
+    lines = FIGURES["fig12"]().lines
+    assert min(line.modelled for line in lines) >= 0.0
+    costs, where = costs_of(paper_models()["llama-65b"]), table5_pair("llama-65b", 1)[0]
+    step = costs.step(where, BatchLoad(4, {0: 4 * 4096}))
+    parts = [line.modelled for line in lines if line.what.startswith("llama-65b, 4 ")]
+    assert sum(parts) == pytest.approx(1e3 * (step.model_s + step.attention_s + step.network_s))
+
+
 def test_every_figure_says_what_it_cannot_reproduce() -> None:
     traces = {"Azure-Conv": even(80, 9000, 40), "Kimi-TA": replace(even(80, 9000, 40), name="SURROGATE")}
     told = {name: figure() for name, figure in FIGURES.items()} | {

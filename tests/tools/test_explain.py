@@ -60,6 +60,11 @@ def test_a_model_with_weights_as_text(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["explain", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "3 attention layers" in text
+    square, kv, mlp = 64 * 64, 2 * 64 * 32, 3 * 64 * 96
+    early = round(100 * (2 * square + mlp) / (2 * square + mlp + kv))
+    assert f"Q leaves after {early} % of a slice's GEMM weights, K and V after 100 %" in text
+    assert main(["explain", str(tmp_path), "--no-early-q"]) == 0
+    assert "(--no-early-q): Q, K and V leave together" in capsys.readouterr().out
     assert "4 slices of 4 kinds (all captured); row independence shown by rule and by running" in text
     with pytest.raises(SystemExit):
         main(["explain", "--help"])

@@ -6,6 +6,7 @@ Covers: lamina/workers/compute/emulated_slices.py.
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.step_plan import New, RowRange, StepPlan
 from lamina.utils.emulated_device import VARIABLE, EmulatedDevice
-from lamina.workers.compute.emulated_slices import EmulatedProgram, with_emulated_times
+from lamina.workers.compute.emulated_slices import EmulatedProgram, emulation_of
 
 
 class Model:
@@ -40,23 +41,28 @@ class Pool:
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.sent: dict[str, list[Tensor]] = {}
+        self.times: list[float] = []
 
     def q(self, layer: int, q: Tensor) -> None:
         self.log.append("q")
+        self.times.append(time.monotonic())
         self.sent["q"] = [q]
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.log.append("kv")
+        self.times.append(time.monotonic())
         self.sent["kv"] = [k, v]
 
 
-def test_a_slice_takes_its_time_and_then_sends_what_it_would_have_sent() -> None:
+def test_each_message_leaves_when_the_device_has_done_its_share_of_the_slice() -> None:
     log: list[str] = []
     pool, x = Pool(log), torch.arange(3.0).view(3, 1)
-    first, last = EmulatedProgram(Model(log), (0.05, 0.02), 0.01).slices
+    first, last = EmulatedProgram(Model(log), (0.05, 0.02), 0.01, [(0.25, 0.75), ()]).slices
     start = time.monotonic()
     (out,) = first(x, pool)
-    assert time.monotonic() - start >= 0.05 + 3 * 0.01
+    whole = 0.05 + 3 * 0.01
+    assert time.monotonic() - start >= whole
+    assert [at - start >= share * whole for at, share in zip(pool.times, (0.25, 0.75), strict=True)] == [True, True]
     assert log == ["computed", "q", "kv"]
     assert torch.equal(out, x * 2)
     assert all(torch.equal(*pair) for pair in zip([*pool.sent["q"], *pool.sent["kv"]], [x, x + 1, x + 2], strict=True))
@@ -110,9 +116,15 @@ def test_attention_takes_its_time_and_changes_nothing(monkeypatch: pytest.Monkey
 def test_without_the_variable_nothing_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     model = Model([])
-    assert with_emulated_times(model) is model
+    assert _emulated(model) is model
     monkeypatch.setenv(VARIABLE, '{"slice_s": [0.01]}')
-    assert isinstance(with_emulated_times(model), EmulatedProgram)
+    assert isinstance(_emulated(model), EmulatedProgram)
+
+
+def _emulated(model: Model) -> Any:
+    cut: Any = SimpleNamespace(slices=[None, None])  # another stage has these slices
+    emulate = emulation_of(cut)
+    return emulate(model) if emulate else model
 
 
 @pytest.mark.parametrize(
@@ -128,5 +140,5 @@ def test_without_the_variable_nothing_is_emulated(monkeypatch: pytest.MonkeyPatc
 def test_bad_tables_are_one_clear_line(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=message) as error:
-        with_emulated_times(Model([]))
+        _emulated(Model([]))
     assert "\n" not in str(error.value)

@@ -39,6 +39,7 @@ class Setting:
     compared_with: Setting | None = None  # the earlier run with whose bits it is compared
     options: dict[str, Any] = field(default_factory=dict)
     runs_alone: bool = False  # one prompt after the other, instead of all at once
+    early_q: bool = True  # False: Q waits for K and V, in the order of the captured program
     loads_from_disk: bool = False  # the pools were emptied before, so KV is loaded from storage
     changes: tuple[Resize, ...] = ()  # during the run; at its end there are as many workers as at first
     fault: Death | None = None  # during the run
@@ -70,6 +71,7 @@ class Setting:
         tight = ["(too little memory for one sequence)"] * self.lends
         tight += ["(too little memory for all)"] * self.swaps
         labels = [*tight, *["(prompts one by one)"] * self.runs_alone, *["(KV loaded)"] * self.loads_from_disk]
+        labels += ["(Q with K and V)"] * (not self.early_q)
         labels += [f"(while sequences run: {', then '.join(c.text for c in self.changes)})"] * bool(self.changes)
         labels += [f"({self.fault.victim} dies)"] if self.fault else []
         return " ".join([*words, *labels])
@@ -110,6 +112,7 @@ def quick_settings(attention: Sequence[str]) -> list[Setting]:
         _bits("memory weights", memory_workers=2, memory_weights="0.7,0.3"),
         *(_bits("partition", memory_workers=2, partition=name) for name in OTHERS),
         _bits("overlap", memory_workers=2, overlap=False),
+        Setting("early Q", Exactness.BITWISE, BASE, early_q=False),
         _bits("transport", memory_workers=2, transport="shm"),
         _bits("transport", memory_workers=2, transport="tcp"),
         FIXED,
@@ -158,6 +161,7 @@ def full_settings(
         *(_bits("partition", memory_workers=n, partition=name) for name in OTHERS for n in (1, 2, 3)),
         _bits("partition", memory_workers=1, partition=LENDING),
         *(_bits("overlap", **o, overlap=False) for o in ({}, *held)),
+        *(Setting("early Q", Exactness.BITWISE, BASE, o, early_q=False) for o in ({}, *held)),
         *(_bits("transport", memory_workers=2, transport=name) for name in transports),
         *(_bits("KV parity", memory_workers=2, transport=name, kv_parity=1) for name in ("shm", "tcp")),
         FIXED,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -28,6 +31,7 @@ from lamina.protocol.executor import WorkerError
 from lamina.request import RequestOutput, SamplingParams
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.sparsity.pruning import BlockPruner
+from lamina.utils.emulated_device import VARIABLE as EMULATION
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
 from .fault_case import FaultRunner, FaultVisibleError, failpoint_for
@@ -42,6 +46,21 @@ from .verdict import Outcome, Verdict, failed_verdict, judge
 LENGTHS = (3, 17, 1, 290, 33, 140)
 DTYPE_FACTOR = 4.0  # by which the error of narrower numbers may exceed that of transformers with the same rounding
 ALTERNATIVES = 4  # number of alternatives whose log-probabilities are compared too
+
+
+@contextmanager
+def captured_order(setting: Setting) -> Iterator[None]:
+    """Make workers that start in this block send Q with K and V, if ``setting`` says so."""
+    if setting.early_q:
+        yield
+        return
+    before = os.environ.get(EMULATION)
+    os.environ[EMULATION] = json.dumps({**json.loads(before or "{}"), "early_q": False})
+    try:
+        yield
+    finally:
+        del os.environ[EMULATION]
+        os.environ |= {} if before is None else {EMULATION: before}
 
 
 class Check:
@@ -64,7 +83,7 @@ class Check:
         """Yield the verdict on each setting as soon as it is known. The first one must start: its errors (ValueError,
         ImportError, OSError, WorkerError) are raised. A later one that does not start is refused in its verdict.
         """
-        for _, group in groupby(settings, key=lambda s: (sorted(s.options.items()), s.runs_in_server)):
+        for _, group in groupby(settings, key=lambda s: (sorted(s.options.items()), s.runs_in_server, s.early_q)):
             left = list(group)
             while left:
                 try:
@@ -78,7 +97,11 @@ class Check:
 
     def _run(self, settings: list[Setting]) -> Iterator[Verdict]:
         start, first = time.monotonic(), settings[0]
-        with TemporaryDirectory(prefix="lamina-check-") as folder, failpoint_for(settings, Path(folder)) as tripwire:
+        with (
+            TemporaryDirectory(prefix="lamina-check-") as folder,
+            failpoint_for(settings, Path(folder)) as tripwire,
+            captured_order(first),
+        ):
             try:
                 config = self._config_of(first)
                 if first.runs_in_server:

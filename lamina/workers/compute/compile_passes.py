@@ -11,7 +11,6 @@ from lamina.ops.collective import Collective
 from lamina.ops.gemm import LinearBackend
 from lamina.workers.cuda_graphs import GraphCapture, GraphedProgram
 
-from .emulated_slices import with_emulated_times
 from .single_threaded_slices import SingleThreadedProgram
 
 
@@ -27,15 +26,15 @@ def compile_passes(
     *,
     group: Collective | None = None,
     capture: GraphCapture | None = None,
-    prefill: bool = False,
+    emulate: Callable[[Any], Any] | None = None,
 ) -> list[Pass]:
     """Return the passes for a worker's program. ``backend``: of linear layers. ``group``: connects the ranks, if there
-    are several. ``capture``: records graphs, if the device can. ``prefill``: if the program computes prompts.
+    are several. ``capture``: records graphs, if the device can. ``emulate``: puts the program on an emulated device.
     """
     linear = Pass("bind linear layers", partial(gemm.bind, backend=backend))
-    last = Pass("emulate a device", partial(with_emulated_times, prefill=prefill))
+    last = [Pass("emulate a device", emulate)] if emulate else []
     if capture is not None:  # collectives run between graphs, or inside of them
-        return [linear, Pass("record graphs", lambda program: GraphedProgram(program, capture, group)), last]
+        return [linear, Pass("record graphs", lambda program: GraphedProgram(program, capture, group)), *last]
     ordered = []
     if group is not None:
         ordered.append(Pass("meet ranks", partial(collective.bind, collective=group)))
@@ -46,4 +45,4 @@ def compile_passes(
         ordered.append(Pass("chain units", rows.chain_slices))
     if backend.has_own_threads:
         ordered.append(Pass("one thread for few rows", SingleThreadedProgram))
-    return [*ordered, last]
+    return [*ordered, *last]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -436,7 +436,12 @@ class BufferedSends:
         self._layer = layer
         self._parts.setdefault("mix", []).append(inputs)
 
+    def messages(self, rows: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Yield each message of the first ``rows`` rows: the name of AttentionClient's method, and its arguments."""
+        for kind, parts in self._parts.items():
+            yield kind, (self._layer, *(torch.cat(p)[:rows] for p in zip(*parts, strict=True)))
+
     def forward(self, pool: Any, rows: int) -> None:
         """Send the first ``rows`` rows to ``pool``, which has the methods of AttentionClient."""
-        for kind, parts in self._parts.items():
-            getattr(pool, kind)(self._layer, *(torch.cat(p)[:rows] for p in zip(*parts, strict=True)))
+        for kind, message in self.messages(rows):
+            getattr(pool, kind)(*message)

@@ -48,6 +48,7 @@ from lamina.protocol.control import (
 from lamina.protocol.mixers import NO_RECURRENT_LAYERS, RecurrentLayers
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import BindReply, LayerShape, ProtocolError
+from lamina.utils.emulated_device import sends_early_q
 from lamina.workers.control_loop import ControlLoop
 from lamina.workers.device_selection import CPU, gpu_index, linear_backend, pick_device
 from lamina.workers.epoch_channels import EpochFabric
@@ -59,6 +60,7 @@ from lamina.workers.worker_process import write_error
 
 from .attention_client import MissingKvError, RefusedError
 from .compile_passes import compile_passes
+from .emulated_slices import emulation_of
 
 log = logging.getLogger(__name__)
 
@@ -224,6 +226,7 @@ class ModelServer:
             deterministic=start.model.deterministic,
             part=loaded.part,
             stamps=loaded.stamps,
+            early_q=sends_early_q(),
             keep=loaded.path is not None and not start.model.trust_remote_code and can_cache(in_process=here),
         )
         self._progress("cutting the model", 1, 1)
@@ -263,7 +266,7 @@ class ModelServer:
             cut.backend,
             group=group,
             capture=self.staging.graph_capture() if model.cuda_graphs else None,
-            prefill=self.is_prefill,
+            emulate=emulation_of(program, prefill=self.is_prefill),
         )
         for each in todo:
             program = each.run(program)

@@ -149,6 +149,26 @@ def test_without_overlap_nothing_is_hidden(tmp_path: Path, monkeypatch: pytest.M
     assert sum(h.hidden_s for h in report.hidden) == 0.0 < sum(h.stored_s for h in report.hidden)
 
 
+def test_early_q_hides_attention_that_the_captured_order_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emulated: K and V take 10 ms of a slice after Q, attention 6 ms. Both orders give the same tokens."""
+    from lamina import LLM, SamplingParams
+
+    shares, texts = [], []
+    for early_q in (True, False):
+        path = tmp_path / f"{early_q}.json"
+        times = {"slice_s": [0.08], "attention_s": 0.006, "early_q": early_q}
+        monkeypatch.setenv("LAMINA_EMULATE", json.dumps(times))
+        with LLM(str(MODEL), transport="loopback", attention="emulate", trace=str(path)) as llm:
+            texts += llm.generate("x = 1", SamplingParams(max_tokens=4, temperature=0.0))
+        hidden = analyse(read(str(path))).hidden
+        shares.append(sum(h.hidden_s for h in hidden) / sum(h.stored_s for h in hidden))
+    assert texts[0].outputs[0].token_ids == texts[1].outputs[0].token_ids
+    assert shares[0] > 0.5
+    assert shares[1] < 0.2
+
+
 @pytest.mark.slow
 def test_a_run_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     from lamina import LLM, SamplingParams
