@@ -9,7 +9,11 @@ patience ends. All results are checked against dense attention in fp64 first. Ra
 over the seconds that a competitor's threads ran, by thread. They show what a kernel does while it has its cores, also
 on a machine that never rests.
 
+``--rows`` above 1 is a piece of a prompt over the stored tokens that all its rows see. Its limit is products, which are
+measured in the same rounds, by CPU time (peak_products.cpp, compiled on the spot); torch's attention is the peer.
+
     python perf/bench_attention.py --threads 2 --batch 16 --context 4096 --write
+    python perf/bench_attention.py --batch 1 --rows 512 --context 2048 --write
 """
 
 from __future__ import annotations
@@ -18,15 +22,18 @@ import argparse
 import importlib.metadata
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, peak_products, record, spread
 from peers.attention import AttentionPeer, seconds
 from torch import Tensor
 
@@ -45,6 +52,8 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-4}  # norm-wise, between com
 COLD_BYTES = 128 << 20  # of K and V, all layers: more than caches hold
 TURN_S = 0.25  # who takes longer than this for one call sits out rounds
 REST_S = 0.01  # before a turn, while idle threads of the one before go on spinning for work
+PEAK_S = 0.02  # for which products are measured
+LIMITS = ("read", "products")
 QUIET = 0.02  # share of a turn in which tasks waited for a core
 ENOUGH = 3  # quiet turns of a peer
 
@@ -184,14 +193,35 @@ def read_limit(problem: Problem) -> AttentionCompetitor:
 def torch_sdpa(problem: Problem, *, folded: bool) -> AttentionCompetitor:
     """torch's, over contiguous K and V. ``folded``: the query heads of a KV head as rows of one query."""
     both, args = [problem.contiguous(i) for i in range(len(problem.layers))], problem.args
-    q = problem.q.view(args.batch, args.kv_heads, -1, args.head_dim) if folded else problem.q.unsqueeze(2)
+    by_row = problem.q.view(args.batch, args.rows, args.kv_heads if folded else args.heads, -1, args.head_dim)
+    q = by_row.transpose(1, 2).flatten(2, 3)  # a copy, where there are several rows
 
     def attend(layer: int) -> Tensor:
         return F.scaled_dot_product_attention(q, *both[layer], enable_gqa=not folded)
 
-    return AttentionCompetitor(
-        lambda layer: seconds(lambda: attend(layer))[0], lambda: attend(0).reshape(problem.q.shape)
-    )
+    def result() -> Tensor:
+        by_head = attend(0).view(args.batch, q.shape[1], args.rows, -1, args.head_dim)
+        return by_head.transpose(1, 2).reshape(problem.q.shape)
+
+    return AttentionCompetitor(lambda layer: seconds(lambda: attend(layer))[0], result)
+
+
+def products_limit(problem: Problem, folder: Path) -> AttentionCompetitor:
+    """As many products as attention does, in registers. Its turn takes the seconds that all threads would need."""
+    args = problem.args
+    peak, pool = peak_products(folder, bf16=args.dtype == "bf16"), ThreadPoolExecutor(args.threads)
+    flops = 4 * len(problem.q) * args.context * args.heads * args.head_dim
+
+    def rate(_: int) -> float:
+        """FLOP/s of a thread by its CPU time."""
+        start, cpu = time.perf_counter(), time.thread_time()
+        return peak(PEAK_S) * (time.perf_counter() - start) / (time.thread_time() - cpu)
+
+    def turn(layer: int) -> dict[str, float]:
+        due = flops / sum(pool.map(rate, range(args.threads)))
+        return {"attention": due, "cpu": due * args.threads}
+
+    return AttentionCompetitor(turn, lambda: torch.empty(0), pool.shutdown)
 
 
 def in_child(problem: Problem, peer: str) -> AttentionCompetitor:
@@ -202,7 +232,7 @@ def in_child(problem: Problem, peer: str) -> AttentionCompetitor:
     return AttentionCompetitor(child.turn, child.result, child.close)
 
 
-def competitors(problem: Problem) -> tuple[dict[str, AttentionCompetitor], dict[str, str]]:
+def competitors(problem: Problem, folder: Path) -> tuple[dict[str, AttentionCompetitor], dict[str, str]]:
     """Returns the competitors that take part, by name, and those that do not, with the cause."""
     args = problem.args
     players = {"read": read_limit(problem)}
@@ -212,6 +242,9 @@ def competitors(problem: Problem) -> tuple[dict[str, AttentionCompetitor], dict[
     if args.peers:
         players["sdpa_folded"] = torch_sdpa(problem, folded=True)
         players["sdpa"] = torch_sdpa(problem, folded=False)
+    if args.rows > 1:
+        players["products"] = products_limit(problem, folder)
+    elif args.peers:
         try:
             players["vllm"] = in_child(problem, "vllm")
         except (OSError, RuntimeError) as e:
@@ -229,7 +262,7 @@ def check(problem: Problem, players: dict[str, AttentionCompetitor]) -> dict[str
     want = want.view(by_head.shape).transpose(1, 2).reshape(problem.q.shape)
     errors = {}
     for name, competitor in players.items():
-        if name != "read":
+        if name not in LIMITS:
             got = competitor.result().double()
             errors[name] = float((got - want).norm(dim=-1).max() / want.norm(dim=-1).max())
             if not errors[name] < TOLERANCE[args.dtype]:
@@ -290,8 +323,17 @@ def summary(problem: Problem, name: str, turns: dict[str, list[dict[str, float]]
     on_core = {who: spread([gb * threads / t["cpu"] for t in x]) for who, x in turns.items()}
     parts = {part: median(t[part] for t in quiet(turns[name])) for part in ("prepare", "attention", "append", "finish")}
     products = 4 * len(problem.q) * problem.args.context * problem.args.heads * problem.args.head_dim
+    by_products = {}
+    if "products" in turns:
+        due = median(t["attention"] for t in turns["products"])
+        by_products = {
+            "products_gflop_s": products / due / 1e9,
+            "ratio_to_products": due / parts["attention"],
+            "ratio_to_products_on_core": {who: due * threads / median(t["cpu"] for t in x) for who, x in turns.items()},
+        }
     return {
         "backend": name,
+        **by_products,
         "gflop_s": products / parts["attention"] / 1e9,
         "gb_s": rates[name]["median"],
         "read_limit_gb_s": rates["read"]["median"],
@@ -302,7 +344,7 @@ def summary(problem: Problem, name: str, turns: dict[str, list[dict[str, float]]
         "read_limit_gb_s_spread": rates["read"],
         "seconds": parts,
         "append_share": parts["append"] / (parts["attention"] + parts["append"] + parts["finish"]),
-        "peers": {who: x for who, x in rates.items() if who not in ("read", *BACKENDS)},
+        "peers": {who: x for who, x in rates.items() if who not in (*LIMITS, *BACKENDS)},
         "quiet_turns": {who: f"{sum(t['stalled'] <= QUIET for t in x)} of {len(x)}" for who, x in turns.items()},
         "stalled_share": {who: median(t["stalled"] for t in x) for who, x in turns.items()},
     }
@@ -323,9 +365,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=4096, help="stored tokens of each sequence")
-    parser.add_argument(
-        "--rows", type=int, default=1, help="of each sequence: 1 decodes, more are a piece of a prompt (--no-peers)"
-    )
+    parser.add_argument("--rows", type=int, default=1, help="of each sequence: 1 decodes, more are a piece of a prompt")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -342,12 +382,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON lines instead of a table")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args(arguments)
-    if args.rows > 1 and args.peers:
-        parser.error("--rows: peers decode; add --no-peers")
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
     problem = Problem(args)
-    players, missing = competitors(problem)
+    folder = tempfile.TemporaryDirectory()
+    players, missing = competitors(problem, Path(folder.name))
     try:
         errors = check(problem, players)
         pressure = [cpu_pressure()]
@@ -356,6 +395,7 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         for competitor in players.values():
             competitor.close()
+        folder.cleanup()
     settings = {k: v for k, v in vars(args).items() if k not in ("backend", "peer_python", "json", "write")}
     context = {
         "errors": errors,
@@ -381,6 +421,11 @@ def table(line: dict[str, Any]) -> str:
     ratios = f"ratio to the limit {line['ratio']:.3f}, by CPU time {line['ratio_on_core']:.3f}"
     out.append(f"{ratios}; append {line['append_share']:.1%} of a layer's step")
     out.append(f"{line['gflop_s']:.0f} GFLOP/s over stored tokens")
+    if "products_gflop_s" in line:
+        shares = ", ".join(
+            f"{who} {x:.2f}" for who, x in line["ratio_to_products_on_core"].items() if who not in LIMITS
+        )
+        out.append(f"products {line['products_gflop_s']:.0f} GFLOP/s; shares of it, by CPU time: {shares}")
     return "\n".join(out)
 
 

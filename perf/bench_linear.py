@@ -15,9 +15,7 @@ such a CPU the products are those of floats, and torch has a turn with weights t
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, peak_products, record, spread
 from reference_model import SHAPE
 from torch import Tensor
 
@@ -138,18 +136,13 @@ def competitors(layers: LayerWeights, threads: int, names: list[str]) -> dict[st
 
 def floors(layers: LayerWeights, threads: int, folder: Path) -> tuple[Turn, Callable[[], float]]:
     """A read of as many bytes as the weights have, and FLOP/s of products in registers, on all threads."""
-    source, library = Path(__file__).with_name("peak_products.cpp"), folder / "peak.so"
-    flags = ["-O3", "-march=native", "-shared", "-fPIC"]
-    if not library.exists():
-        subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
-    peak = getattr(ctypes.CDLL(str(library)), "peak_bf16" if layers.bytes < 4 * layers.numel else "peak_float")
-    peak.restype, peak.argtypes = ctypes.c_double, [ctypes.c_double]
+    peak = peak_products(folder, bf16=layers.bytes < 4 * layers.numel)
     reader, memory = Kernels(VARIANTS[0], "float32"), torch.ones(layers.bytes, dtype=torch.uint8)
     pool = ThreadPoolExecutor(threads)
 
     def rate() -> float:
         time.sleep(REST_S)
-        return float(sum(pool.map(peak, [PEAK_S] * threads)))
+        return sum(pool.map(peak, [PEAK_S] * threads))
 
     def read(rows: int) -> None:
         reader.read(memory.data_ptr(), layers.bytes, threads)

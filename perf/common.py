@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
 import select
 import statistics
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -38,6 +40,18 @@ def line_of(process: subprocess.Popen[str], timeout_s: float) -> str:
 
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def peak_products(folder: Path, *, bf16: bool) -> Callable[[float], float]:
+    """Compile peak_products.cpp in ``folder``, unless it is there. Returns a function of seconds: for so long it does
+    products on the thread that calls, and it returns floating point operations a second.
+    """
+    source, library = Path(__file__).with_name("peak_products.cpp"), folder / "peak.so"
+    if not library.exists():
+        subprocess.run(["g++", "-O3", "-march=native", "-shared", "-fPIC", source, "-o", library], check=True)
+    peak = getattr(ctypes.CDLL(str(library)), "peak_bf16" if bf16 else "peak_float")
+    peak.restype, peak.argtypes = ctypes.c_double, [ctypes.c_double]
+    return lambda seconds: float(peak(seconds))
 
 
 def host() -> dict[str, Any]:
