@@ -61,7 +61,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(command: list[str], port: int, log: Path, **environment: str) -> Iterator[str]:
-    """Run a server while the block runs. Yields its URL once it is healthy. Raises SystemExit where it does not start."""
+    """Run a server while the block runs. Yields its URL once it is healthy; SystemExit says why it does not start."""
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -110,7 +110,8 @@ def servers(args: argparse.Namespace, model: Path, stack: ExitStack) -> dict[str
 
 
 def _vllm(args: argparse.Namespace) -> Path:
-    return (args.peers / "vllm" / "bin" / "vllm").resolve()
+    folder: Path = args.peers
+    return (folder / "vllm" / "bin" / "vllm").resolve()
 
 
 def load(driver: str, url: str, model: Path, args: argparse.Namespace, clients: int, seed: int) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def load(driver: str, url: str, model: Path, args: argparse.Namespace, clients: 
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All servers in turns, which one is first alternates. Returns medians of the turns by driver, clients and server."""
+    """All servers in turns; which one is first alternates. Returns medians by driver, clients and server."""
     model = make(folder, "bfloat16", max_len=args.max_model_len)
     add_tokenizer(model)
     found: dict[str, Any] = {}

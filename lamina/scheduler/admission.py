@@ -115,15 +115,17 @@ class Admission:
         return not first.is_hidden and not self._features.may_start(first) and self._allocator.can_never_fit(first)
 
     def _batches_with_rows(self, candidates: Candidates, prompts: list[list[Prompt]]) -> list[int]:
-        """The batches that a sequence may join, and whose next chunk has room for some of its tokens."""
+        """The batches that a sequence may join, and whose next chunk has room for some of its tokens.
+
+        Those where it takes none of another prompt's rows, if there are any.
+        """
         sequence, begun = candidates.sequence, candidates.num_stored_tokens
-        new = Prompt(sequence.num_tokens_with_placeholders - begun, begun)
-        able = [
-            i for i, others in enumerate(prompts) if candidates.loads_kv or self._chunk_policy.has_room(others, new)
-        ]
+        policy, new = self._chunk_policy, Prompt(sequence.num_tokens_with_placeholders - begun, begun)
+        able = [i for i, others in enumerate(prompts) if candidates.loads_kv or policy.has_room(others, new)]
         if (other := sequence.follows) is not None:
             able = [i for i in able if other in candidates.batches[i].running]
-        return able
+        unused = [i for i in able if candidates.loads_kv or policy.has_unused_room(prompts[i], new)]
+        return unused or able
 
     def _find_room(self, candidates: Candidates, here: _RoundBudget, batch: Batch) -> Allocation | None:
         """The allocation for the best start that has room; None if none has."""

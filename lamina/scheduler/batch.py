@@ -39,9 +39,9 @@ class Prompt(NamedTuple):
 class ChunkPolicy(NamedTuple):
     """Cuts prompts into chunks. Those of a step have at most ``chunk`` tokens together.
 
-    The oldest prompt gets half of the step, or more where the others need less. Of these, short ones come first, so
-    they do not wait for the rest of a long one, and no prompt waits for ever. With ``aligned``, prompts are cut at
-    multiples of ``chunk`` only, and run in order of arrival: the cuts do not depend on others.
+    Those with the fewest tokens left come first, so they do not wait for the rest of a long one. But the oldest prompt
+    always gets half of the chunk, so none waits for ever. With ``aligned``, prompts are cut at multiples of ``chunk``
+    only, and run in order of arrival: the cuts do not depend on others.
     """
 
     chunk: int
@@ -57,16 +57,20 @@ class ChunkPolicy(NamedTuple):
     def divide(self, prompts: Several[Prompt]) -> list[int]:
         """The rows of each prompt in the next step. ``prompts``: the oldest first."""
         counts, budget = [0] * len(prompts), self.chunk
-        order = range(len(prompts))
+        order = [*range(len(prompts))]
         if not self.aligned and len(prompts) > 1:
             counts[0] = min(prompts[0].due, self.chunk - self.chunk // 2)
             budget -= counts[0]
-            order = [*sorted(order[1:], key=lambda i: prompts[i].due), 0]
+            order = sorted(order, key=lambda i: prompts[i].due)
         for i in order:
             more = self.next_chunk(prompts[i].due - counts[i], budget, prompts[i].computed)
             counts[i] += more
             budget -= more
         return counts
+
+    def has_unused_room(self, prompts: Several[Prompt], new: Prompt) -> bool:
+        """True if a new prompt would have rows in the next step without taking any from ``prompts``."""
+        return self.next_chunk(new.due, self.chunk - sum(self.divide(prompts)), new.computed) > 0
 
     def has_room(self, prompts: Several[Prompt], new: Prompt) -> bool:
         """True if a new prompt would have rows in the next step, next to ``prompts``."""
