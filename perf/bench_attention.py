@@ -207,7 +207,7 @@ def torch_sdpa(problem: Problem, *, folded: bool) -> AttentionCompetitor:
 
 
 def products_limit(problem: Problem, folder: Path) -> AttentionCompetitor:
-    """As many products as attention does, in registers. Its turn takes the seconds that all threads would need."""
+    """The products that attention does, in registers. Its turn takes the seconds that all threads would need."""
     args = problem.args
     peak, pool = peak_products(folder, bf16=args.dtype == "bf16"), ThreadPoolExecutor(args.threads)
     flops = 4 * len(problem.q) * args.context * args.heads * args.head_dim

@@ -24,7 +24,7 @@ MAX_AFFINITY_KEYS = 1 << 14  # affinity keys whose last place is remembered
 
 @dataclass
 class _RoundBudget:
-    """What a round has for new sequences: by batch, the prompts of its next step and the load of attention; blocks."""
+    """The room of a round for new sequences: prompts of the next step and load of attention by batch, and blocks."""
 
     batches: Several[Batch]
     prompts: list[list[Prompt]]
