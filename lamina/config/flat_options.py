@@ -9,7 +9,6 @@ from typing import Any
 from msgspec import structs
 
 from .engine_config import EngineConfig
-from .flag_groups import flag_name
 from .option import Option, options_of
 from .resolve import check_compatible
 
@@ -18,10 +17,6 @@ OPTIONS: dict[str, Option] = {name: option for group in _GROUPS.values() for nam
 SUBJECT_OF = {
     name: subject for subject, group in _GROUPS.items() for name in options_of(group)
 }  # field of EngineConfig
-REMOVED_OPTIONS = {
-    "compute_workers": "use --pipeline n or auto:n, for up to n batches on n - 1 replicas",
-    "compile": "leave it out, as slices are native calls without it",
-}
 
 
 def make_config(options: Mapping[str, Any]) -> EngineConfig:
@@ -29,8 +24,6 @@ def make_config(options: Mapping[str, Any]) -> EngineConfig:
     a value that an option cannot have, and for options that do not go together.
     """
     unknown = sorted(set(options) - set(OPTIONS))
-    if gone := next((name for name in unknown if name in REMOVED_OPTIONS), None):
-        raise ValueError(f"{flag_name(gone)} is no option any more: {REMOVED_OPTIONS[gone]}")
     if unknown:
         near = get_close_matches(unknown[0], OPTIONS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(OPTIONS)}"

@@ -142,17 +142,6 @@ def test_a_plan_and_a_number_of_batches_do_not_go_together(asked: dict[str, Any]
         make_config(asked)
 
 
-def test_the_old_number_of_replicas_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    new = "use --pipeline n or auto:n, for up to n batches on n - 1 replicas"
-    line = f"--compute-workers is no option any more: {new}"
-    with pytest.raises(ValueError, match="--compute-workers") as refused:
-        make_config({"plan": "auto", "compute_workers": 3})
-    assert str(refused.value) == line
-    for given in (["--compute-workers", "3"], ["--compute-workers=3"], ["--compute-workers"]):
-        assert main(["generate", "m", "--prompt", "x", *given]) == 2
-        assert capsys.readouterr().err == f"lamina-launch generate: {line}\n"
-
-
 @pytest.mark.parametrize(
     ("message", "resolved"),
     [

@@ -324,7 +324,6 @@ def shared_llm(llama_path: Path) -> Any:
         ({"memory_weights": "measure"}, "--memory-weights must be positive numbers .* or measured"),
         ({"pipeline": "fast"}, "--pipeline must be a number of batches, not fast"),
         ({"pipeline": 0}, "--pipeline must be at least 1, not 0"),
-        ({"plan": "auto", "compute_workers": 4}, "--compute-workers is no option any more: use --pipeline"),
         ({"memory_weights": "1,1,1"}, "--memory-weights names 3 weights for --memory-workers 2"),
         ({"partition": "tea"}, "--partition must be one of head, token, request"),
         ({"memory_workers": 0}, "--memory-workers"),

@@ -105,8 +105,6 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"memory_worker": 2}, "unknown option 'memory_worker'; did you mean memory_workers?"),
     ({"block_sise": 16}, "unknown option 'block_sise'; did you mean block_size?"),
     ({"kv_cache_dtpye": "int8"}, "unknown option 'kv_cache_dtpye'; did you mean kv_cache_dtype?"),
-    ({"compute_workers": 2}, "--compute-workers is no option any more: use --pipeline n or auto:n, for up to n batches on n - 1 replicas"),
-    ({"compile": True}, "--compile is no option any more: leave it out, as slices are native calls without it"),
     ({"plan": "fast"}, "--pipeline must be a number, auto, or auto:n for up to n batches, not fast"),
     ({"plan": "auto", "pipeline": 2}, "--pipeline auto chooses the batches, which are 2 already: leave one out, or say --pipeline auto:2"),
     ({"plan": "auto:1026"}, "--pipeline auto:n must be at most 1025, not 1026"),

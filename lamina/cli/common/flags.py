@@ -11,7 +11,7 @@ from typing import Any
 from lamina.api.vllm_compat import PASTED, SWITCHES, translate_vllm_options
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import RENAMED_FLAGS, flag_name
-from lamina.config.flat_options import OPTIONS, REMOVED_OPTIONS, SUBJECT_OF, flat_options, make_config
+from lamina.config.flat_options import OPTIONS, SUBJECT_OF, flat_options, make_config
 from lamina.config.option import Option
 from lamina.executor.hosts.cluster_file import is_file
 from lamina.observe.log_lines import say
@@ -42,8 +42,6 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tu
         groups[titles[option.name]].add_argument(
             flag_name(option.name), dest=option.name, default=option.default, help=help, **kind
         )
-    for name in REMOVED_OPTIONS:
-        parser.add_argument(flag_name(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name in PASTED:
         if (flag := flag_name(name)) not in RENAMED_FLAGS.values():
             switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if name in SWITCHES else {}
@@ -57,8 +55,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     that names the flag.
     """
     options, pasted = (
-        {name: getattr(args, name) for name in names if hasattr(args, name)}
-        for names in ((*OPTIONS, *REMOVED_OPTIONS), PASTED)
+        {name: getattr(args, name) for name in names if hasattr(args, name)} for names in (OPTIONS, PASTED)
     )
     if options.get("launcher") == "static" and is_file(options.get("ray_address", "")) and not options["hosts"]:
         options["hosts"] = options.pop("ray_address")  # of --cluster
