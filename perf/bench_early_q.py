@@ -1,8 +1,8 @@
 """Times of a token with and without early Q, over an emulated link and emulated devices: the paper's figure 14.
 
 A tiny model with the proportions of LLaMA-65B (G = 1) or LLaMA3-70B (G = 8) runs on one compute and one memory worker.
-Its slices, its attention and its link take the times that the cost model gives for a layer on 2 H100 + 4 H20 with
---batch sequences of 4,096 tokens, --slower times over. All processes, messages and threads are real. Three ways take
+Slices, attention and link take the times of the cost model for a layer on 2 H100 + 4 H20, with --batch sequences of
+4,096 tokens, multiplied by --slower. All processes, messages and threads are real. Three ways take
 turns:
 
 - early: Q leaves before K and V are computed, and memory workers attend stored tokens meanwhile

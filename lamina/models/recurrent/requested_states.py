@@ -1,7 +1,7 @@
 """The states that a model asks of its cache, of which those that were not routed rule it out.
 
-What a model computes does not show them: with small weights a recurrent layer hardly changes any logit, and a step
-without a cache has no window that a cache layer keeps.
+What a model computes does not show them. With small weights a recurrent layer hardly changes any logit. A step without
+a cache lacks a window that the cache keeps.
 """
 
 from __future__ import annotations
