@@ -165,7 +165,6 @@ SETTINGS: dict[str, Setting] = {
 NN_MODULE = "a torch.nn.Module as the model"
 WINDOWED_LAYERS = "a model with windowed layers"
 HYBRID_MODEL = "a hybrid model"
-PREFIX_CACHING = "--enable-prefix-caching"
 SESSION_ID = "session_id"
 SESSION_FILE = "a session's file"
 KV_DISCARD = "kv_discard"
@@ -299,7 +298,6 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--tensor-parallel-size 2 or more": "ranks do not divide states yet",
             "--prefill-workers": "prefill workers do not compute states yet",
             "--memory-device cuda": "states are computed on CPUs",
-            PREFIX_CACHING: "states are not kept yet",
             "--kv-offloading-size": "states are not stored yet",
             "--kv-offload dir=": "states are not stored yet",
             "--decode-only": "states are not stored yet",
@@ -308,7 +306,6 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--kv-checks": "they omit states",
         }.items()
     },
-    (SESSION_ID, HYBRID_MODEL): "states are not kept yet",
     (RESIZE, HYBRID_MODEL): "states cannot move yet",
     (REWEIGH, HYBRID_MODEL): "states cannot move yet",
     (SCALE, "--lending borrow.max"): "loans add and remove memory workers",

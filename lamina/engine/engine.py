@@ -63,7 +63,7 @@ class Engine:
         self._clock, self._trace = clock, trace
         self.accounting = new_block_tables(self.worker_info)
         self.sessions = Sessions()
-        prefixes = build_prefix_cache(config, self.accounting, self.sessions, clock)
+        prefixes = build_prefix_cache(config, self.worker_info, self.accounting, self.sessions, clock)
         self.slo_admission = build_slo_admission(config, self.worker_info, prefixes, clock, trace)
         conducts = keeps_slo or config.topology.prefill_workers > 0 or self.slo_admission.decision_log is not None
         self.scheduler = build_scheduler(

@@ -6,23 +6,32 @@ import logging
 
 from msgspec import structs
 
-from lamina.config.conflicts import HYBRID_MODEL, PREFIX_CACHING, conflict_text, conflicts_of
+from lamina.config.conflicts import HYBRID_MODEL, conflicts_of
 from lamina.config.engine_config import EngineConfig
 from lamina.protocol.control import ComputeReady
+from lamina.protocol.mixers import versions_of_sequence
 
 log = logging.getLogger(__name__)
 
 
 def options_for_model(config: EngineConfig, info: ComputeReady) -> EngineConfig:
     """Return the options for the model that workers have reported. Without recurrent layers they are as given; with
-    them, prefixes are not cached. Raises ValueError for options that do not go with such layers.
+    them, no more sequences run than have room for their states. Raises ValueError for options that do not go with such
+    layers.
     """
     if not info.state_shards:
         return config
     for line in conflicts_of(HYBRID_MODEL, config):
         raise ValueError(line)
-    if config.batching.enable_prefix_caching:
-        raise ValueError(conflict_text(HYBRID_MODEL, PREFIX_CACHING))
-    if config.caches_prefixes:
-        log.info("prefix caching is off: states of recurrent layers are not kept for later prompts yet")
-    return structs.replace(config, batching=structs.replace(config.batching, enable_prefix_caching=False))
+    room = info.state_slots // versions_of_sequence(config.topology.max_batches)
+    if room >= config.batching.max_num_seqs:
+        return config
+    log.warning(
+        "--max-num-seqs is %d, not %d: memory workers have room for %d states, and a sequence has %d: raise "
+        "--kv-cache-memory-bytes for more",
+        room,
+        config.batching.max_num_seqs,
+        info.state_slots,
+        versions_of_sequence(config.topology.max_batches),
+    )
+    return structs.replace(config, batching=structs.replace(config.batching, max_num_seqs=room))

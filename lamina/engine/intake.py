@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Collection
 from itertools import chain
 
-from lamina.config.conflicts import HYBRID_MODEL, KV_DISCARD, PRIORITY, SESSION_ID, conflict_text, need_text
+from lamina.config.conflicts import KV_DISCARD, PRIORITY, SESSION_ID, conflict_text, need_text
 from lamina.config.engine_config import EngineConfig
 from lamina.protocol.control import ComputeReady
 from lamina.request import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
@@ -28,7 +28,6 @@ class RequestIntake:
     def __init__(self, config: EngineConfig, info: ComputeReady, num_kv_shards: int, sessions: Sessions) -> None:
         """``info``: the model's constant facts. Raises ValueError for a context too short to be truncated."""
         self._config, self._sessions = config, sessions
-        self._has_states = bool(info.state_shards)
         self._drops_blocks, self._selects_blocks = config.kv.drops_blocks, config.kv.selects_blocks
         self._max_model_len, self._vocab_size, self._eos = info.max_model_len, info.vocab_size, info.eos_token_ids
         stripe_round_tokens = info.stripe_blocks * info.block_size * num_kv_shards
@@ -113,8 +112,6 @@ class RequestIntake:
             return
         if params.n > 1:
             raise ValueError(f"n must be 1 with session_id, not {params.n}: a session continues after one answer")
-        if self._has_states:
-            raise ValueError(conflict_text(SESSION_ID, HYBRID_MODEL))
         if not self._config.caches_prefixes:
             raise ValueError(conflict_text(SESSION_ID, "--no-enable-prefix-caching"))
         self._check_sparsity(params)

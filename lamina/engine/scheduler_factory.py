@@ -24,6 +24,7 @@ from lamina.scheduler.conductor.decision_log import DecisionLog
 from lamina.scheduler.conductor.latency_model import PrefillPipelineShape, TransferLatency, TransferLatencyEstimator
 from lamina.scheduler.feature import Feature
 from lamina.scheduler.kv_manager.allocator import KvAllocator
+from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
@@ -40,6 +41,7 @@ from lamina.scheduler.slo_admission import SloAdmission
 from lamina.scheduler.sparsity.pruning import BlockPruner
 from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 from lamina.scheduler.sparsity.selection import BlockSelection
+from lamina.scheduler.state_ledger import StateLedger
 from lamina.scheduler.step_timing import StepTimer
 
 from .feature import EngineFeature
@@ -155,13 +157,19 @@ def _features(
         SessionCache(prefixes, tables, tier),
         tier,  # saves pages before evictions drop their blocks
         BlockSelection() if config.kv.is_sparse else None,
-        RecurrentStates() if info.state_shards else None,
+        _recurrent_states(info, prefixes),
         _evictions(config, info),
         PrefillPlacement(prefill, prefixes) if prefill else None,
         KvMigration(tables, allocator, prefixes, ranks) if config.migrates_kv and not info.state_shards else None,
         StepTimer(slo_admission, swap) if conducts or swap else None,
     ]
     return [feature for feature in table if feature is not None]
+
+
+def _recurrent_states(info: ComputeReady, prefixes: PrefixCache) -> RecurrentStates | None:
+    if not isinstance(prefixes, HybridPrefixCache):
+        return None
+    return RecurrentStates(prefixes, StateLedger(info.state_shards, info.state_slots))
 
 
 def _explain(slo_admission: SloAdmission, info: ComputeReady) -> None:
@@ -295,13 +303,15 @@ def drop_session(scheduler: Scheduler, name: SessionName) -> bool:
 
 
 def build_prefix_cache(
-    config: EngineConfig, tables: BlockTables, sessions: Sessions, clock: Callable[[], float]
+    config: EngineConfig, info: ComputeReady, tables: BlockTables, sessions: Sessions, clock: Callable[[], float]
 ) -> PrefixCache:
     """Returns the prefix cache. With ``--deterministic``, prefixes end where chunks of a fresh prompt end."""
+    form = HybridPrefixCache if info.state_shards else PrefixCache
     batching, fixed = config.batching, config.model.deterministic
     page = math.lcm(tables.block_size, batching.prefill_chunk if fixed else 1)
     kept = page if config.caches_prefixes else 0
-    return PrefixCache(tables, kept, prompts_only=fixed, exact=not fixed, clock=clock, sessions=sessions)
+    prompts_only = fixed or info.clamps_prompts
+    return form(tables, kept, prompts_only=prompts_only, exact=not fixed, clock=clock, sessions=sessions)
 
 
 def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:

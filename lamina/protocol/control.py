@@ -242,6 +242,8 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     bind: BindRequest | None = None  # sent to this rank's first memory worker; None: another replica has bound them
     # Memory worker -> KV shards whose sequences have recurrent states there, None for none; empty: the model has none.
     state_shards: list[KvShards | None] = []
+    state_slots: int = 0  # versions of states that each of these workers can hold
+    clamps_prompts: bool = False  # states after a prompt's tokens differ from those after the same tokens as an answer
     summary: dict[str, Any]  # facts of the program: slices, cut and message bytes, seconds of each stage
     # Offload of the memory workers, filled in by the driver; None: no offload.
     storage: OffloadFacts | None = None

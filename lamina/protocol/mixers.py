@@ -29,6 +29,22 @@ class Exchange(msgspec.Struct, frozen=True, array_like=True):
     mixer: int = -1
 
 
+SNAPSHOTS_PER_SEQUENCE = 2  # for which there is memory: where a prompt ends, and where it leaves a known one
+
+
+def versions_of_sequence(num_batches: int) -> int:
+    """Return the versions that a running sequence holds at most, without snapshots: those before and after the round
+    that runs, and after the queued one. With several batches, one more, since sequences of a later plan of a round may
+    yet end.
+    """
+    return 3 if num_batches == 1 else 4
+
+
+def num_state_slots(max_num_seqs: int, num_batches: int, *, caches_prefixes: bool) -> int:
+    """Return the versions that all sequences together are to have room for."""
+    return max_num_seqs * (versions_of_sequence(num_batches) + SNAPSHOTS_PER_SEQUENCE * caches_prefixes)
+
+
 class RecurrentLayers(NamedTuple):
     """The recurrent layers of a cut model, without shares, and its exchanges; all are empty if it has no such layer.
     ``operands``: of each layer what all tokens share, in the order of RecurrenceSpec.static_shapes.

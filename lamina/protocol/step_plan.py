@@ -47,7 +47,7 @@ from lamina.config.partition import KvShards, Partition
 from .kv_placement import FIRST_LOCATION, KvLocation
 from .mixers import Exchange, MixerShape
 
-VERSION = 24
+VERSION = 25
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MEMORY_WORKERS = -1  # in place of a prefill worker's number: all memory workers
@@ -303,13 +303,15 @@ class SelectBlocks(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
 
 
 class StateRows(msgspec.Struct, frozen=True, array_like=True, tag="state"):
-    """The recurrent state of a sequence in this step. Versions of fewer than ``oldest`` tokens are not needed any more,
-    since the steps that wrote that version are done. The first ``prompt`` rows belong to the request's prompt.
+    """The recurrent state of a sequence, with or without rows in this step. Versions of fewer than ``oldest`` tokens
+    are not needed any more, since the steps that wrote that version are done. ``snapshots`` stay, for later prompts.
+    The first ``prompt`` rows belong to the request's prompt.
     """
 
     sequence: int
     oldest: int
     prompt: int = 0
+    snapshots: list[int] = []
 
 
 class DeletePages(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
@@ -390,13 +392,14 @@ class BlockScoresReport(msgspec.Struct, frozen=True, kw_only=True, tag="scored")
 class SurvivingKv(msgspec.Struct, frozen=True, array_like=True):
     """The KV of a sequence that remains after a change of the epoch: its first ``length`` tokens, at ``location``.
     ``previous_location``: where they lie under the previous partition, and are to be moved from; None: they do not
-    move.
+    move. ``snapshots``: versions of its recurrent states that remain, in addition to that of ``length``.
     """
 
     sequence: int
     length: int
     location: KvLocation = FIRST_LOCATION
     previous_location: KvLocation | None = None
+    snapshots: list[int] = []
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -472,7 +475,9 @@ class BindRequest(msgspec.Struct, frozen=True, kw_only=True):
     parity: bool = False  # only store K and V: no Q comes, and no O is sent
     mixers: list[MixerShape] = []  # the recurrent layers
     exchanges: list[Exchange] = []  # in their order; empty: of each layer one, with its attention
-    state_slots: int = 0  # versions of a sequence's states for which there is memory, a part of ``kv_bytes``
+    # Versions of sequences' states: the most that are wanted, in a part of ``kv_bytes``, and those of one sequence.
+    state_slots: int = 0
+    state_versions: int = 0
 
     @property
     def unconnected(self) -> BindRequest:
@@ -516,6 +521,7 @@ class BindReply(msgspec.Struct, frozen=True, kw_only=True):
     device_path: bool = False  # the worker's device can send and receive, too, and expects a DIRECT channel
     kv_bytes: int = 0  # memory of this worker for KV blocks
     state_shards: KvShards | None = None  # the KV shards whose sequences have states here; None: it has no states
+    state_slots: int = 0  # versions of sequences' states for which there is memory
 
 
 class ProtocolError(Exception):

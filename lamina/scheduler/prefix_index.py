@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from lamina.kv.page_keys import page_key
@@ -66,6 +66,7 @@ class Holding:
 
     ``until``: the end of its lease, until when others are evicted first; None: it runs, and is not evicted.
     ``page_size``: in tokens, if the next pages are found by their tokens. ``session``: the session that it belongs to.
+    ``snapshots``: the lengths after which its recurrent states are kept, with the number of the last whole page.
     """
 
     sequence: Sequence
@@ -74,6 +75,7 @@ class Holding:
     until: float | None = None
     page_size: int = 0
     session: SessionState | None = None
+    snapshots: dict[int, int] = field(default_factory=dict)
 
     def tokens_of_page(self, number: int) -> list[int]:
         return self.sequence.tokens[number * self.page_size : min(self.length, (number + 1) * self.page_size)]
@@ -83,14 +85,16 @@ class _Begun:
     """The sequences of one place whose chains contain a page, in order of arrival.
 
     ``next``: the pages after it there, by their tokens. ``end``: the leased sequence whose chain ends with it.
+    ``snapshots``: (length, sequence) of each snapshot of states within the page after it.
     """
 
-    __slots__ = ("end", "next", "sequences")
+    __slots__ = ("end", "next", "sequences", "snapshots")
 
     def __init__(self) -> None:
         self.sequences: dict[int, None] = {}
         self.next: list[tuple[list[int], bytes]] = []
         self.end: int | None = None
+        self.snapshots: set[tuple[int, int]] = set()
 
 
 class _Page:
@@ -229,6 +233,7 @@ class PrefixIndex:
 
     def release(self, place: Place, number: int) -> Holding:
         """Release a sequence. The place loses the pages that no other sequence there holds."""
+        self.drop_snapshots(place, number)
         holding, gone = self._holdings[place].pop(number), list[bytes]()
         before: _Begun | None = None
         for at, key in enumerate(holding.keys):
@@ -245,6 +250,23 @@ class PrefixIndex:
             before = begun
         self.drop(place, gone)
         return holding
+
+    def add_snapshot(self, place: Place, number: int, length: int, page_size: int) -> None:
+        """Record that the states of a held sequence are kept after ``length`` tokens, one whole page at least."""
+        holding, at = self._holdings[place][number], length // page_size - 1
+        holding.snapshots[length] = at
+        self._pages[holding.keys[at]].begun[place].snapshots.add((length, number))
+
+    def drop_snapshots(self, place: Place, number: int) -> None:
+        """Record that no states of a held sequence are kept."""
+        holding = self._holdings[place][number]
+        for length, at in holding.snapshots.items():
+            self._pages[holding.keys[at]].begun[place].snapshots.discard((length, number))
+        holding.snapshots.clear()
+
+    def snapshots(self, place: Place, key: bytes) -> list[tuple[int, int]]:
+        """Return (length, sequence) of the snapshots that are less than a page after a page, the shortest first."""
+        return sorted(self._begun(place, key).snapshots)
 
     def holdings(self, place: Place) -> OrderedDict[int, Holding]:
         """Return the chains held in a place, the least recently used first."""

@@ -2,27 +2,70 @@
 
 from __future__ import annotations
 
-from lamina.protocol.step_plan import StateRows
+from collections.abc import Iterator
 
-from .feature import Feature, Leaving, Loss, PlanDraft
+from lamina.protocol.step_plan import SequenceOp, StateRows, SurvivingKv
+
+from .feature import Feature, Leaving, Loss, PlanDraft, Scheduling
+from .kv_manager.hybrid_prefix_cache import HybridPrefixCache
 from .scheduler_output import Round, ScheduledStep
+from .sequence import Sequence
+from .starts import Candidates, KvStart
+from .state_ledger import StateLedger
 
 
 class RecurrentStates(Feature):
-    """Tells memory workers with each row which older versions are not needed: a step that is done is never undone. It
-    also tells where prompts end, since some recurrences compute prompts in another way.
+    """Names with each row the older versions that are not needed: a step that is done is never undone. It also says
+    where prompts end, since some recurrences compute prompts in another way.
+
+    It counts versions in a ledger. If they have no room, retained sequences are evicted, and then running ones lose
+    their snapshots. The other versions of running sequences always have room.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefixes: HybridPrefixCache, ledger: StateLedger) -> None:
+        self._prefixes, self._ledger = prefixes, ledger
+        prefixes.states = ledger
         self._done: dict[int, int] = {}  # sequence -> tokens after the last step that is done
+        self._is_rolled_back = False
+
+    def begin_round(self, scheduling: Scheduling) -> None:
+        """After a loss, count only what memory workers have kept."""
+        if self._is_rolled_back:
+            running = [s for batch in scheduling.batches for s in batch.running]
+            keep = [SurvivingKv(s.id, s.num_computed_tokens, s.location) for s in running if s.num_computed_tokens]
+            self._ledger.reconcile([*keep, *self._prefixes.retained()])
+            self._is_rolled_back = False
+
+    def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
+        """Note the version with which a sequence begins."""
+        self._done[candidates.sequence.id] = candidates.sequence.num_computed_tokens
+        return ()
 
     def extend_plan(self, draft: PlanDraft) -> None:
-        """Add an op for each sequence with rows."""
+        """Add an op for each sequence with rows, and make room for the versions after these."""
+        ops = draft.batch.ops
         for sequence, count in draft.picked.items():
             first = sequence.num_computed_tokens
-            oldest = self._done.setdefault(sequence.id, first)
+            self._prefixes.on_scheduled(sequence, first + count)
             prompt = min(max(len(sequence.prompt) - first, 0), count)
-            draft.batch.ops.append(StateRows(sequence.id, oldest, prompt))
+            ops.append(self._rows_of(sequence.id, self._done.setdefault(sequence.id, first), prompt))
+        if not draft.picked and not ops:
+            return
+        while not self._ledger.can_apply(draft.build()):
+            if not draft.evict_for(draft.batch, ()):
+                ops += self._without_snapshots(draft)
+                break
+        self._ledger.apply(draft.build())
+
+    def _rows_of(self, number: int, oldest: int, prompt: int) -> StateRows:
+        return StateRows(number, oldest, prompt, self._prefixes.snapshots_of(number))
+
+    def _without_snapshots(self, draft: PlanDraft) -> Iterator[StateRows]:
+        """Yield ops that drop the snapshots of all running sequences."""
+        prompts = {op.sequence: op.prompt for op in draft.batch.ops if isinstance(op, StateRows)}
+        for number in self._prefixes.drop_running_snapshots():
+            if number in self._done:
+                yield self._rows_of(number, self._done[number], prompts.get(number, 0))
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
         """Note the versions that the next steps read."""
@@ -34,9 +77,14 @@ class RecurrentStates(Feature):
         """Forget a sequence, whose state is freed with its KV."""
         self._done.pop(leaving.sequence.id, None)
 
+    def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
+        """Forget where a preempted sequence was to take snapshots, as its others have begun anew."""
+        sequence.snapshot_lengths = []
+
     def roll_back(self, loss: Loss) -> None:
         """Forget all: each sequence has one version left, at which it continues. One whose last token is computed, and
         waits for its caller's choice, has to compute that row again, whose version is gone.
         """
         self._done.clear()
+        self._is_rolled_back = True
         loss.distrusted |= {s.id for s in loss.sequences if s.num_computed_tokens >= len(s.tokens)}

@@ -54,6 +54,7 @@ class Sequence:
     kv_budget: int = 0  # tokens that it keeps or attends; 0: the engine's default
     block_scores: BlockScores | None = None  # set for a sparse one that has had rows
     awaits_block_scores: bool = False  # it has no rows until memory workers report scores and its blocks are dropped
+    snapshot_lengths: list[int] = field(default_factory=list)  # where its steps end, to take snapshots of its states
     num_loading_tokens: int = 0  # tokens whose KV is being loaded; meanwhile it has no rows, or only its first ones
     num_output_placeholders: int = 0  # tokens being sampled by steps in flight
     # Tokens sampled during a load of its KV. They are dropped if the load fails, since their rows attended it.
@@ -126,13 +127,14 @@ class Sequence:
         return self.num_computed_tokens > 0 and self.num_tokens_with_placeholders - self.num_computed_tokens <= 1
 
     def num_schedulable_tokens(self, picked: Mapping[Sequence, int]) -> int:
-        """The number of tokens that may have rows now, up to where it drops blocks.
+        """The number of tokens that may have rows now, up to where it drops blocks or a snapshot is taken.
 
         ``picked``: rows of earlier sequences in the same step.
         """
         upto = self.num_tokens_with_placeholders
         if self.block_scores is not None and self.block_scores.next_drop_length > self.num_computed_tokens:
             upto = min(upto, self.block_scores.next_drop_length)
+        upto = min(upto, next((n for n in self.snapshot_lengths if n > self.num_computed_tokens), upto))
         return upto - self.num_computed_tokens
 
     def tokens_at(self, first: int, count: int) -> list[int]:

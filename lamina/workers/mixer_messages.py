@@ -116,13 +116,6 @@ def heads_of(mixer: MixerShape) -> int:
     return RecurrenceSpec.decode(mixer.spec).heads
 
 
-def num_state_slots(max_num_seqs: int, num_batches: int) -> int:
-    """Return the versions that sequences hold at most: each one has those before and after the round that runs, and
-    after the queued one. With several batches, one more, since sequences of a later plan of a round may yet end.
-    """
-    return max_num_seqs * (3 if num_batches == 1 else 4)
-
-
 class MostBytes(NamedTuple):
     """The bytes of the largest messages to a memory worker, and from it."""
 

@@ -1,80 +1,203 @@
-"""Plans and recurrent states: memory workers that follow them always have the version that a row reads."""
+"""Plans and recurrent states: memory workers that follow them always have the version that a row reads.
+
+Covers: lamina/scheduler/state_ledger.py, lamina/scheduler/kv_manager/hybrid_prefix_cache.py.
+"""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from scheduled import make
 
 from lamina.config.partition import KvShards
 from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.blocks.state_versions import ZEROS, StateVersions
 from lamina.protocol.kv_placement import KvLocation
-from lamina.protocol.step_plan import New, RowRange, StateRows, StepPlan, SurvivingKv
+from lamina.protocol.step_plan import Fork, New, RowRange, StateRows, StepPlan, SurvivingKv
+from lamina.request import CompletionOutput, SamplingParams
+from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
 from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
+from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.state_ledger import StateLedger
 from lamina.scheduler.surviving_kv import StateReports, SurvivingTokens
-from lamina.workers.memory.state_versions import StateVersions
 
-SEQUENCES = 4
+SEQUENCES, PAGE, DRAWN = 4, 4, 7
+SYSTEM = [*range(100, 110)]
 
 
-def build() -> Scheduler:
-    tables = BlockTables([0], [400], 4)
-    return Scheduler(tables, max_num_seqs=SEQUENCES, prefill_chunk=6, features=[RecurrentStates()])
+def build(slots: int = 5 * SEQUENCES, *, page: int = PAGE, num_batches: int = 1, exact: bool = True) -> Scheduler:
+    tables = BlockTables([0], [400], PAGE)
+    prefixes = HybridPrefixCache(tables, page, exact=exact, prompts_only=not exact)
+    states = RecurrentStates(prefixes, StateLedger([KvShards(), KvShards(), None], slots))
+    features = [prefixes, states]
+    return Scheduler(
+        tables, max_num_seqs=SEQUENCES, prefill_chunk=8, num_batches=num_batches, features=features, aligned=not exact
+    )
+
+
+def ask(scheduler: Scheduler, request: int, prompt: list[int], outputs: int = 3) -> Sequence:
+    params, limit = SamplingParams(max_tokens=outputs), len(prompt) + outputs
+    sequence = Sequence(request, params, 0, prompt, CompletionOutput(0), limit, frozenset())
+    scheduler.add(sequence)
+    return sequence
 
 
 def finish(scheduler: Scheduler, step: ScheduledStep) -> None:
     for sequence in step.sampled_sequences:
         if not sequence.finished:
-            sequence.append(7)
+            sequence.append(DRAWN)
     scheduler.on_step_done(step)
 
 
+def serve(scheduler: Scheduler) -> list[ScheduledStep]:
+    """Run all steps at once. Returns them."""
+    steps = list[ScheduledStep]()
+    while scheduler.running or scheduler.waiting:
+        new = scheduler.schedule()
+        for step in new:
+            finish(scheduler, step)
+        steps += new
+    return steps
+
+
+class Worker:
+    """Versions of states whose contents are the tokens that they have taken in."""
+
+    def __init__(self, slots: int) -> None:
+        self.versions = StateVersions(slots, lambda row: True)
+        self.contents: dict[int, list[int]] = {}
+
+    def run(self, steps: list[ScheduledStep]) -> None:
+        """Run a round."""
+        begun = [(step, self._begin(step.plan)) for step in steps]
+        for step, segments in begun:
+            tokens = [DRAWN if token < 0 else token for token in step.tokens]
+            for row, sequence, (first, rows, prompt, read, write) in zip(
+                step.plan.rows, step.sequences, segments, strict=True
+            ):
+                had = [] if read == ZEROS else self.contents[read]
+                assert had == sequence.tokens[: row.first], "a row continues the state of its own tokens"
+                assert prompt == min(max(len(sequence.prompt) - row.first, 0), rows)
+                self.contents[write] = had + tokens[first : first + rows]
+        for step in steps:
+            self.versions.commit(step.plan.rows)
+
+    def _begin(self, plan: StepPlan) -> list[tuple[int, ...]]:
+        self.versions.check(plan)
+        return list(self.versions.begin(plan))
+
+
 def test_ops_name_the_oldest_version_and_the_rows_of_the_prompt() -> None:
-    scheduler = build()
-    scheduler.add(make(1, prompt=8, outputs=9))
+    scheduler = build(page=0)
+    ask(scheduler, 1, [*range(10)], 9)
     steps = [scheduler.schedule()[0], scheduler.schedule()[0]]
     finish(scheduler, steps[0])
     steps.append(scheduler.schedule()[0])
-    told = [[op for op in step.plan.ops if isinstance(op, StateRows)] for step in steps]
+    named = [[op for op in step.plan.ops if isinstance(op, StateRows)] for step in steps]
     number = steps[0].plan.rows[0].sequence
-    assert told == [[StateRows(number, 0, 6)], [StateRows(number, 0, 2)], [StateRows(number, 6, 0)]]
+    assert named == [[StateRows(number, 0, 8)], [StateRows(number, 0, 2)], [StateRows(number, 8, 0)]]
 
 
+def hits(scheduler: Scheduler, *prompts: list[int]) -> list[int]:
+    """Serve prompts one after another. Returns the cached tokens of each."""
+    cached = list[int]()
+    for number, prompt in enumerate(prompts):
+        sequence = ask(scheduler, number, prompt)
+        serve(scheduler)
+        cached.append(sequence.num_cached_tokens)
+    return cached
+
+
+def test_a_third_prompt_begins_where_the_second_one_left_the_first() -> None:
+    prompts = [[*SYSTEM, n, n + 1, n + 2] for n in (1, 11, 21)]
+    assert hits(build(), *prompts) == [0, 0, len(SYSTEM)]
+    assert hits(build(exact=False), *([*SYSTEM, n, *range(9)] for n in (1, 11, 21))) == [0, 0, 8]
+    assert hits(build(page=0), *prompts) == [0, 0, 0]
+
+
+def test_prompts_that_come_together_share_what_the_first_one_computes() -> None:
+    scheduler = build()
+    each = [ask(scheduler, n, [*SYSTEM, n, n, n]) for n in range(3)]
+    rows = [(r.first, r.count) for step in serve(scheduler) for r in step.plan.rows if r.first < len(SYSTEM)]
+    assert [s.num_cached_tokens for s in each] == [0, len(SYSTEM), len(SYSTEM)]
+    assert rows == [(0, 8), (8, 2)], "the shared tokens are computed once, and a step ends after them"
+
+
+def test_equal_prompts_share_all_but_the_last_token() -> None:
+    assert hits(build(), SYSTEM, SYSTEM, SYSTEM, SYSTEM) == [0, 0, 9, 9]
+
+
+def test_a_turn_begins_after_all_of_the_one_before_it() -> None:
+    answer = [DRAWN] * 3
+    turns = [SYSTEM, [*SYSTEM, *answer, 5], [*SYSTEM, *answer, 5, *answer, 6], [*SYSTEM, 8, 8]]
+    assert hits(build(), *turns) == [0, 12, 16, 10], "the last one edits the first answer: it begins after its prompt"
+
+
+def test_a_hit_needs_a_snapshot_and_not_pages_alone() -> None:
+    """Pages of the first prompt are there, but no state ends where they do."""
+    scheduler = build()
+    assert hits(scheduler, [*SYSTEM, 1, 2, 3], [*SYSTEM, 4, 5, 6]) == [0, 0]
+    assert scheduler.features[HybridPrefixCache].num_retained == 2
+
+
+def test_without_room_retained_sequences_go_first_and_then_snapshots_of_running_ones() -> None:
+    scheduler = build(slots=3 * SEQUENCES)
+    assert hits(scheduler, *([n, *range(8)] for n in range(20, 30))) == [0] * 10
+    prefixes = scheduler.features[HybridPrefixCache]
+    assert 0 < prefixes.num_retained < 7, "with two snapshots each, no more have room"
+    for request in range(SEQUENCES):
+        ask(scheduler, request, [*SYSTEM, request, request, request], outputs=20)
+    kept, worker = list[list[int]](), Worker(3 * SEQUENCES)
+    worker.versions.reconcile([])
+    scheduler.roll_back([], lambda keep: 0)  # the worker begins without any state
+    while scheduler.running or scheduler.waiting:
+        for step in scheduler.schedule():
+            worker.run([step])
+            finish(scheduler, step)
+            kept += [op.snapshots for op in step.plan.ops if isinstance(op, StateRows)]
+    assert [10, 13] in kept, "where the prompts part, and where one ends"
+    assert kept.count([]) > SEQUENCES, "two versions of each and their snapshots are one too many"
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_three_versions_of_each_sequence_suffice_through_losses(seed: int) -> None:
+def test_every_row_continues_the_state_of_its_tokens_through_forks_evictions_and_losses(
+    seed: int, num_batches: int
+) -> None:
     """Two workers follow the plans late and unevenly; at a loss, all that both have is where sequences continue."""
-    draw, scheduler = random.Random(seed), build()
-    workers = [StateVersions(3 * SEQUENCES, lambda row: True) for _ in range(2)]
-    queues: list[list[ScheduledStep]] = [[], []]
-    for request in range(12):
-        scheduler.add(make(request, prompt=draw.randint(1, 20), outputs=draw.randint(1, 12)))
-    pending, losses = list[ScheduledStep](), 0
-    for _ in range(4000):
+    slots = (3 if num_batches == 1 else 4) * SEQUENCES
+    draw, scheduler = random.Random(seed), build(slots, num_batches=num_batches)
+    workers, queues = [Worker(slots) for _ in range(2)], list[list[list[ScheduledStep]]]([[], []])
+    known = [[draw.randint(0, 2) for _ in range(draw.randint(4, 14))] for _ in range(3)]
+    pending, losses, forks = list[list[ScheduledStep]](), 0, 0
+    for request in range(30):
+        extra = [draw.randint(0, 2) for _ in range(draw.randint(1, 6))]
+        ask(scheduler, request, [*draw.choice(known), *extra], draw.randint(1, 12))
+    for _ in range(6000):
         if not (scheduler.running or scheduler.waiting):
             break
-        for step in scheduler.schedule():
-            pending.append(step)
+        if steps := scheduler.schedule():
+            forks += sum(isinstance(op, Fork) for step in steps for op in step.plan.ops)
+            pending.append(steps)
             for queue in queues:
-                queue.append(step)
+                queue.append(steps)
         for worker, queue in zip(workers, queues, strict=True):
             if queue and draw.random() < 0.7:
-                plan = queue.pop(0).plan
-                worker.check(plan)
-                worker.begin(plan)
-                worker.commit(plan.rows)
+                worker.run(queue.pop(0))
         while pending and all(pending[0] not in queue for queue in queues):
-            finish(scheduler, pending.pop(0))
-        if draw.random() < 0.1:
+            for step in pending.pop(0):
+                finish(scheduler, step)
+        if draw.random() < 0.05:
             losses += 1
-            reports = StateReports([KvShards()] * 2, [worker.report() for worker in workers])
-            keep = scheduler.roll_back(pending, reports.newest_common)
+            reports = StateReports([KvShards()] * 2, [worker.versions.report() for worker in workers])
+            keep = scheduler.roll_back([step for steps in pending for step in steps], reports.newest_common)
             pending, queues = [], [[], []]
             for worker in workers:
-                worker.reconcile(keep)
+                worker.versions.reconcile(keep)
     assert losses > 1
+    assert forks > 2
     assert not scheduler.running
     assert not scheduler.waiting
 

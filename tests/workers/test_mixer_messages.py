@@ -17,7 +17,6 @@ from lamina.workers.mixer_messages import (
     heads_of,
     largest_messages,
     mixer_pieces,
-    num_state_slots,
     spans,
     state_bytes,
 )
@@ -83,7 +82,3 @@ def test_partitions_by_tokens_and_shapes_that_contradict_themselves_are_refused(
             mixer_pieces([bad], 0)
     with pytest.raises(ProtocolError, match="not a recurrent layer"):
         mixer_pieces([MixerShape("{}", [], [], [])], 0)
-
-
-def test_several_batches_need_one_more_version() -> None:
-    assert (num_state_slots(5, 1), num_state_slots(5, 2)) == (15, 20)

@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.protocol.blocks.state_versions import ZEROS as ZEROS
+from lamina.protocol.blocks.state_versions import Segment as Segment
+
 Ints = NDArray[np.int64]
-ZEROS = -1  # read by a sequence's first segment, in place of a slot
-
-
-class Segment(NamedTuple):
-    """Rows ``first .. first + rows`` of a step, one sequence's next tokens. The first ``prompt`` of them belong to the
-    request's prompt. They continue the version in slot ``read``, and the version after them goes to slot ``write``.
-    """
-
-    first: int
-    rows: int
-    prompt: int
-    read: int
-    write: int
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ class RecurrenceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.json.decode(text, type=RecurrenceSpec)
 
     @property
+    def clamps_prompts(self) -> bool:
+        """True if tokens of a prompt are computed in another way than the same tokens of an answer."""
+        return self.prompt_dt_least > 0.0 or self.prompt_dt_most > 0.0
+
+    @property
     def channels(self) -> int:
         """The channels of the convolution."""
         return self.heads * self.value_dim + 2 * self.groups * self.key_dim

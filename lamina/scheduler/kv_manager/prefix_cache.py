@@ -26,10 +26,16 @@ MAX_SEQUENCES_TRIED = 8  # sequences of one beginning, of which each may have gi
 
 
 class CommonPrefix(NamedTuple):
-    """The first ``length`` tokens of a new sequence are those of all that begin with the page of ``key``."""
+    """The first ``length`` tokens of a new sequence are those of all that begin with the page of ``key``. ``source``:
+    the one of these that has a snapshot of its states there, in a model with recurrent layers.
+    """
 
     key: bytes
     length: int
+    source: int = -1
+
+
+NO_PREFIX = CommonPrefix(b"", 0)
 
 
 class PrefixCache(Feature):
@@ -84,11 +90,7 @@ class PrefixCache(Feature):
 
         None contains its last token, since its logits are needed.
         """
-        if not self._page or sequence.discarded_ranges or sequence.params.prompt_logprobs is not None:
-            return []
-        stop = len(sequence.tokens) - 1
-        keys = self.keys.whole(sequence, stop)
-        way = keys[: self.prefix_index.num_held(self._place, keys)]
+        stop, way = len(sequence.tokens) - 1, self._held_pages(sequence)
         commons = [CommonPrefix(key, number * self._page) for number, key in enumerate(way, 1)]
         if way and self._exact:
             first = commons[-1].length
@@ -96,6 +98,13 @@ class PrefixCache(Feature):
             nearest = self.prefix_index.nearest(self._place, way[-1], rest)
             commons += [CommonPrefix(key, first + count) for count, key in nearest]
         return commons
+
+    def _held_pages(self, sequence: Sequence) -> list[bytes]:
+        """Return the keys of the whole pages that a waiting sequence may begin with."""
+        if not self._page or sequence.discarded_ranges or sequence.params.prompt_logprobs is not None:
+            return []
+        keys = self.keys.whole(sequence, len(sequence.tokens) - 1)
+        return keys[: self.prefix_index.num_held(self._place, keys)]
 
     def num_cached_or_pending(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence are cached, or will be soon."""
@@ -116,7 +125,7 @@ class PrefixCache(Feature):
 
     def longest_cached(self, beginnings: list[CommonPrefix]) -> KvStart | None:
         """The longest of ``beginnings`` whose KV is computed."""
-        for key, length in reversed(beginnings):
+        for key, length, _ in reversed(beginnings):
             for number in islice(reversed(self.prefix_index.sequences(self._place, key)), MAX_SEQUENCES_TRIED):
                 place = self._held[number].sequence.location
                 blocks = (
@@ -135,7 +144,7 @@ class PrefixCache(Feature):
 
     def pending_match(self, beginnings: list[CommonPrefix], hit: KvStart | None) -> Sequence | None:
         """A running sequence that will soon have more pages of ``beginnings``."""
-        key, length = next((x for x in reversed(beginnings) if x.length % self._page == 0), (b"", 0))
+        key, length, _ = next((x for x in reversed(beginnings) if x.length % self._page == 0), NO_PREFIX)
         if length <= (hit.length if hit else 0):
             return None
         sequences = self.prefix_index.sequences(self._place, key)
@@ -186,18 +195,23 @@ class PrefixCache(Feature):
 
     def retain_or_free(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain a finished sequence, and drop those whose pages it contains; or free it."""
+        return self._retain_or_free(sequence, ())
+
+    def _retain_or_free(self, sequence: Sequence, snapshots: Several[int]) -> list[SequenceOp]:
+        """Do so. ``snapshots``: of its states; pages after the last one are of no use."""
         self.forget_sequence(sequence)
         if sequence.evicts_kv:
             return [Free(sequence.id)]
         if sequence.discarded_ranges:
             return self._end_detached(sequence)
         limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
-        length, keys = self._chain(sequence, min(sequence.num_computed_tokens, limit))
+        length, keys = self._chain(sequence, min(sequence.num_computed_tokens, *(snapshots[-1:] or [limit])))
         way = keys[: self.prefix_index.num_held(self._place, keys)]
         known = len(way) == len(keys)  # another one has all of them, and perhaps more
         if len(way) == len(keys) - 1 and way:
             last = sequence.tokens[len(way) * self._page : length]
             known = any(count == len(last) for count, _ in self.prefix_index.nearest(self._place, way[-1], last))
+        known = known and self._have_snapshots(way, snapshots)
         session = sequence.session_to_retain
         failed = sequence.do_not_cache or sequence.output.went_wrong
         until = self._clock() + sequence.retention_s if sequence.retention_s and not failed else 0.0
@@ -216,6 +230,11 @@ class PrefixCache(Feature):
         if session is not None:
             self.sessions.on_turn_ended(session, held, length)
         return [Truncate(sequence.id, length), *freed]
+
+    def _have_snapshots(self, way: Several[bytes], snapshots: Several[int]) -> bool:
+        """Return whether another sequence with the pages of ``way`` has all these snapshots."""
+        others = self.prefix_index.sequences(self._place, way[-1]) if way else ()
+        return not snapshots or any(self._held[n].snapshots.keys() >= {*snapshots} for n in others)
 
     def _end_detached(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain it for its session alone, since its K and V attended tokens that were dropped from its context."""
@@ -313,6 +332,11 @@ class PrefixCache(Feature):
             held.sequence.location = places[number]
             if held.session is not None:
                 held.session.location = places[number]
+
+    def retained(self) -> list[SurvivingKv]:
+        """Return the KV of all retained sequences, with the snapshots of their states."""
+        each = ((number, self._held[number]) for number in self._retained())
+        return [SurvivingKv(n, h.length, h.sequence.location, snapshots=sorted(h.snapshots)) for n, h in each]
 
     def clear(self) -> list[Free]:
         """Drop all retained sequences."""

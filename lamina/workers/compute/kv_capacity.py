@@ -28,6 +28,7 @@ LEAST_BLOCKS = 2
 KV_SLOTS = 8  # layers that a prefill worker may be ahead of a memory worker
 STORED_SLOTS = 4  # notices of stored K and V that a prefill worker may leave unread, and one more
 NO_MIXERS = MostBytes()
+STATES_SHARE = 1 / 8  # of a host's free memory for the recurrent states on a memory worker, if no size is named
 MAX_CACHED_PROMPTS = 8  # the store of a prefill worker is sized for so many of the longest prompts
 PROMPT_CACHE_MEMORY_SHARE = 1 / 8  # share of a host's free memory for all these stores; each holds one prompt at least
 OS_PAGE_BYTES = 4096

@@ -19,21 +19,21 @@ from lamina.ops.collective import RankLocation
 from lamina.ops.collective.collective_choice import choose_and_open
 from lamina.ops.collective.mesh import connect_mesh, listener_terms
 from lamina.protocol.control import ComputeReady, Connect, Loaded
-from lamina.protocol.mixers import MixerShape
+from lamina.protocol.mixers import MixerShape, num_state_slots, versions_of_sequence
 from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest, ProtocolError
 from lamina.workers.cuda_graphs import GraphedProgram
 from lamina.workers.device_selection import CPU
 from lamina.workers.device_transport import can_use_device_path
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import available_bytes
-from lamina.workers.mixer_messages import heads_of, largest_messages, mixer_pieces, num_state_slots, state_bytes
+from lamina.workers.mixer_messages import heads_of, largest_messages, mixer_pieces, state_bytes
 
 from .attention_client import AttentionClient, MemoryWorkerClient, RefusedError
 from .compute_worker import Attention, ComputeWorker
 from .device_attention_client import DeviceAttentionClient, open_transports
 from .emulated_slices import EmulatedProgram
 from .epoch_group import EpochGroup
-from .kv_capacity import check_longest_sequence, choose_kv_bytes, inbox_geometries
+from .kv_capacity import STATES_SHARE, check_longest_sequence, choose_kv_bytes, inbox_geometries
 from .kv_identity import kv_identity
 from .kv_parity import parity_bind, parity_layers
 from .mixer_client import HybridClient, send_operands
@@ -301,8 +301,12 @@ class ComputeServer(ModelServer):
         pool = start.topology.pool_bytes(start.devices.kv_bytes())
         asked = meeting.kv_bytes[worker] if meeting.kv_bytes else pool
         prefill_workers, mixers = start.topology.prefill_workers, self._mixers()
-        slots = num_state_slots(start.batching.max_num_seqs, start.topology.max_batches) if mixers else 0
-        states = slots * state_bytes(mixer_pieces(mixers, worker))
+        batches = start.topology.max_batches
+        cached = start.batching.enable_prefix_caching is not False
+        slots = num_state_slots(start.batching.max_num_seqs, batches, caches_prefixes=cached)
+        each, versions = state_bytes(mixer_pieces(mixers, worker)), versions_of_sequence(batches)
+        free = available_bytes() // start.topology.tensor_parallel_size
+        states = each * max(versions, min(slots, int(free * STATES_SHARE) // max(each, 1)))
         wanted = partial(
             choose_kv_bytes,
             cut.layers,
@@ -320,7 +324,7 @@ class ComputeServer(ModelServer):
             layers=cut.layers,
             dtype=str(cut.dtype).removeprefix("torch."),
             kv=start.kv,
-            kv_bytes=asked or states + wanted(free=available_bytes() // start.topology.tensor_parallel_size),
+            kv_bytes=asked or states + wanted(free=free),
             max_kv_bytes=0 if asked else wanted(free=NO_LIMIT),
             max_rows=start.batching.max_rows,
             max_model_len=cut.max_len,
@@ -330,7 +334,8 @@ class ComputeServer(ModelServer):
             device_path=direct,
             mixers=mixers,
             exchanges=[*cut.recurrent.exchanges],
-            state_slots=slots,
+            state_slots=slots if mixers else 0,
+            state_versions=versions,
         )
 
 

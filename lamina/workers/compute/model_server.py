@@ -24,6 +24,7 @@ from lamina.observe.trace import Event
 from lamina.ops import gemm
 from lamina.ops.collective import Collective
 from lamina.ops.gemm import LinearBackend, packing
+from lamina.ops.recurrence.spec import RecurrenceSpec
 from lamina.protocol.capacity import combined_capacity, partition_of
 from lamina.protocol.control import (
     ChannelLost,
@@ -290,6 +291,8 @@ class ModelServer:
             block_size=self.start.kv.block_size,
             kv_bytes=[b.kv_bytes for b in bounds],
             state_shards=[b.state_shards for b in bounds] if cut.recurrent.shapes else [],
+            state_slots=min((b.state_slots for b in bounds if b.state_shards), default=0),
+            clamps_prompts=any(RecurrenceSpec.decode(x.spec).clamps_prompts for x in cut.recurrent.shapes),
             summary={
                 **_summary(cut),
                 "attention": bounds[0].backend,

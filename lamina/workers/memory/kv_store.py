@@ -47,7 +47,7 @@ from lamina.workers.staging import EMPTY_BYTES, open_staging
 from .committed_tokens import CommittedTokens
 from .kv_checksums import BlockChecksums
 from .lease_limits import check_lease
-from .state_store import StateStore, bound_state_bytes
+from .state_store import StateStore, bytes_of_version, num_slots
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,7 +97,7 @@ class KvStore:
         self.placement = KvPlacement(
             partition.num_kv_shards, partition.stripe_chunks * CHUNK_TOKENS, partition.single_shard
         )  # in tokens
-        self.states = StateStore(bind, device) if bind.mixers else None
+        self.states = StateStore(bind, device, kv_bytes) if bind.mixers else None
         form = store_shape(bind, kv_bytes)
         self.pieces = form.pieces
         self.equal_pieces = [self.pieces.index(x) for x in self.pieces]  # layer -> the first layer with the same pieces
@@ -123,6 +123,7 @@ class KvStore:
             backend=name_of(self.backend),
             kv_bytes=kv_bytes,
             state_shards=self.states.kv_shards if self.states else None,
+            state_slots=self.states.num_slots if self.states else 0,
         )
 
     def allocate_next_layer(self) -> list[StoredPiece]:
@@ -302,7 +303,7 @@ def store_shape(bind: BindRequest, kv_bytes: int) -> StoreShape:
         )
     stripe_blocks = bind.partition.stripe_chunks * CHUNK_TOKENS // size
     num_blocks = split_memory(
-        _without_states(bind, kv_bytes),
+        kv_bytes - num_slots(bind, kv_bytes) * bytes_of_version(bind),
         block_bytes,
         windows,
         lanes,
@@ -314,17 +315,6 @@ def store_shape(bind: BindRequest, kv_bytes: int) -> StoreShape:
         max_kept_tokens=[max_kept_tokens(bind.kv) * g.sparse for g in groups],
     )
     return StoreShape(windows, lanes, sparse if any(sparse) else [], stripe_blocks, pieces, num_blocks)
-
-
-def _without_states(bind: BindRequest, kv_bytes: int) -> int:
-    """Return the bytes that recurrent states leave to KV blocks. Raises ValueError if they leave none."""
-    taken = bound_state_bytes(bind)
-    if taken and taken >= kv_bytes:
-        raise ValueError(
-            f"memory worker {bind.worker}: {bind.state_slots} recurrent states take {taken} bytes of {kv_bytes}, and "
-            f"none are left for KV: raise --kv-cache-memory-bytes, or lower --max-num-seqs"
-        )
-    return kv_bytes - taken
 
 
 def shapes_by_layer(bind: BindRequest) -> list[list[Shape]]:

@@ -9,24 +9,23 @@ from torch import Tensor
 
 from lamina.ops import recurrence
 from lamina.ops.recurrence.segments import Segments
+from lamina.protocol.blocks.state_versions import StateVersions
 from lamina.protocol.step_plan import BindRequest, ProtocolError, StepPlan
 from lamina.workers.mixer_messages import MixerPiece, mixer_pieces, state_bytes
-
-from .state_versions import StateVersions
 
 
 class StateStore:
     """The states of a Bind's recurrent layers. A slot has one version of one sequence, in all layers."""
 
-    def __init__(self, bind: BindRequest, device: torch.device) -> None:
-        """Raises ProtocolError for a Bind that contradicts itself, ImportError without a backend."""
+    def __init__(self, bind: BindRequest, device: torch.device, kv_bytes: int) -> None:
+        """``kv_bytes``: memory for these states and KV. Raises as ``num_slots``, and ImportError without a backend."""
         self.pieces = mixer_pieces(bind.mixers, bind.worker)
         held = [piece for piece in self.pieces if piece is not None]
         if len({piece.kv_shards for piece in held}) > 1:
             raise ProtocolError("recurrent layers of one worker have different sequences")
         self.kv_shards = held[0].kv_shards if held else None
         self._backend = recurrence.get("auto", device)
-        slots = bind.state_slots if held else 0
+        slots = self.num_slots = num_slots(bind, kv_bytes)
         self._states = [
             None if piece is None else torch.zeros(slots, piece.spec.state_size, device=device) for piece in self.pieces
         ]
@@ -64,7 +63,22 @@ class StateStore:
         return self._backend.update(piece.spec, self._operands[number], given, segments, states)
 
 
-def bound_state_bytes(bind: BindRequest) -> int:
-    """Return the bytes of all states of a Bind's worker. Raises ProtocolError."""
+def num_slots(bind: BindRequest, kv_bytes: int) -> int:
+    """Return for how many versions of states there is room in ``kv_bytes``: all that are wanted, in a half of it or in
+    what KV does not need. Raises ProtocolError, and ValueError if one sequence has no room.
+    """
+    if not (each := bytes_of_version(bind)):
+        return 0
+    room = max(kv_bytes // 2, kv_bytes - (bind.max_kv_bytes or kv_bytes))
+    if (slots := min(bind.state_slots, room // each)) < bind.state_versions:
+        raise ValueError(
+            f"memory worker {bind.worker}: the states of one sequence take {bind.state_versions * each} bytes, and "
+            f"{room} of {kv_bytes} are for states: raise --kv-cache-memory-bytes"
+        )
+    return slots
+
+
+def bytes_of_version(bind: BindRequest) -> int:
+    """Return the bytes of one version of a sequence's states on a Bind's worker. Raises ProtocolError."""
     pieces: Sequence[MixerPiece | None] = mixer_pieces(bind.mixers, bind.worker)
-    return bind.state_slots * state_bytes(pieces)
+    return state_bytes(pieces)

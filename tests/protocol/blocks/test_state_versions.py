@@ -7,11 +7,10 @@ import random
 import pytest
 
 from lamina.config.partition import KvShards
-from lamina.ops.recurrence.segments import ZEROS
 from lamina.protocol.blocks.extents import NoBlocksError, PlanError
+from lamina.protocol.blocks.state_versions import ZEROS, StateVersions
 from lamina.protocol.kv_placement import KvLocation
-from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StateRows, StepPlan, SurvivingKv
-from lamina.workers.memory.state_versions import StateVersions
+from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StateRows, StepPlan, SurvivingKv, Truncate
 
 
 def plan(step: int, *rows: RowRange, ops: tuple[SequenceOp, ...] = ()) -> StepPlan:
@@ -116,3 +115,21 @@ def test_no_slot_is_written_while_a_version_in_it_may_be_read(seed: int) -> None
             contents[write] = row.sequence, row.first + row.count
             lengths[row.sequence] += row.count
         done = {sequence: before[sequence] for sequence in lengths}
+
+
+def test_snapshots_outlive_later_versions_and_are_shared_by_forks() -> None:
+    versions = StateVersions(4, lambda row: True)
+    apply(versions, plan(0, RowRange(7, 0, 5), ops=(New(7),)))
+    apply(versions, plan(1, RowRange(7, 5, 3), ops=(StateRows(7, 5, 3, [5]),)))
+    apply(versions, plan(2, RowRange(7, 8, 1), ops=(StateRows(7, 8, 0, [5]),)))
+    assert versions.report() == {7: [5, 8, 9]}
+    apply(versions, plan(3, ops=(Truncate(7, 9), StateRows(7, 10, 0, [5, 9]))))
+    assert versions.report() == {7: [5, 9]}
+    apply(versions, plan(4, RowRange(8, 9, 1), ops=(Fork(8, 7, 9), StateRows(8, 9, 1, [5]))))
+    assert (versions.report(), versions.num_free) == ({7: [5, 9], 8: [5, 9, 10]}, 1), "shared slots count once"
+    apply(versions, plan(5, RowRange(9, 5, 2), ops=(Free(7), Fork(9, 8, 5))))
+    assert (versions.report(), versions.num_free) == ({8: [5, 9, 10], 9: [5, 7]}, 0)
+    versions.reconcile([SurvivingKv(8, 9, snapshots=[5])])
+    assert (versions.report(), versions.num_free) == ({8: [5, 9]}, 2)
+    with pytest.raises(PlanError, match="sequence 8: its state after 4 tokens is not here"):
+        versions.reconcile([SurvivingKv(8, 9, snapshots=[4])])

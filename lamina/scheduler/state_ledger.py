@@ -1,0 +1,47 @@
+"""The versions of recurrent states on all memory workers, as the scheduler counts them. Pure policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+
+from lamina.config.partition import KvShards
+from lamina.protocol.blocks.extents import NoBlocksError
+from lamina.protocol.blocks.state_versions import StateVersions
+from lamina.protocol.step_plan import StepPlan, SurvivingKv
+
+
+class StateLedger:
+    """The versions of each set of KV shards: workers with states of the same sequences have equal ones."""
+
+    def __init__(self, shards: Iterable[KvShards | None], num_slots: int) -> None:
+        """``shards``: for each worker the KV shards whose sequences have states there. ``num_slots``: on each one."""
+        self._parts = [
+            StateVersions(num_slots, lambda row, own=own: row.location.kv_shard in own)  # type: ignore[misc]
+            for own in dict.fromkeys(shards)
+            if own is not None
+        ]
+
+    def has(self, sequence: int, tokens: int) -> bool:
+        """Return whether plans so far write this version."""
+        return any(part.has(sequence, tokens) for part in self._parts)
+
+    def can_apply(self, plan: StepPlan) -> bool:
+        """Return whether there is room for a plan's versions. Raises PlanError if one would read another version."""
+        try:
+            for part in self._parts:
+                part.check(plan)
+        except NoBlocksError:
+            return False
+        return True
+
+    def apply(self, plan: StepPlan) -> None:
+        """Apply a plan that can be applied."""
+        for part in self._parts:
+            part.begin(plan)
+            part.commit(plan.rows)
+
+    def reconcile(self, keep: Several[SurvivingKv]) -> None:
+        """Keep the versions that memory workers keep after a loss."""
+        for part in self._parts:
+            part.reconcile(keep)
