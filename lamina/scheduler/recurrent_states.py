@@ -61,11 +61,11 @@ class RecurrentStates(Feature):
         return StateRows(number, oldest, prompt, self._prefixes.snapshots_of(number))
 
     def _without_snapshots(self, draft: PlanDraft) -> Iterator[StateRows]:
-        """Yield ops that drop the snapshots of all running sequences."""
+        """Yield ops that leave running sequences the versions alone with which they continue."""
         prompts = {op.sequence: op.prompt for op in draft.batch.ops if isinstance(op, StateRows)}
-        for number in self._prefixes.drop_running_snapshots():
-            if number in self._done:
-                yield self._rows_of(number, self._done[number], prompts.get(number, 0))
+        self._prefixes.drop_running_snapshots()
+        for number, oldest in self._done.items():
+            yield StateRows(number, oldest, prompts.get(number, 0))
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
         """Note the versions that the next steps read."""

@@ -7,8 +7,6 @@ the other waits for that. Snapshots go with the pages of their sequence. Pure po
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from msgspec import structs
 
 from lamina.protocol.step_plan import Free, SequenceOp, StateRows, SurvivingKv, Truncate
@@ -27,14 +25,14 @@ class HybridPrefixCache(PrefixCache):
 
     def lookup(self, sequence: Sequence) -> list[CommonPrefix]:
         """All snapshots that a waiting sequence may begin with, the shortest first."""
-        found, tokens = list[CommonPrefix](), sequence.tokens
+        commons, tokens = list[CommonPrefix](), sequence.tokens
         for number, key in enumerate(self._held_pages(sequence), 1):
             first = number * self._page
             for length, source in self.prefix_index.snapshots(self._place, key):
                 held = self._held[source].sequence.tokens
                 if length < len(tokens) and held[first:length] == tokens[first:length]:
-                    found.append(CommonPrefix(key, length, source))
-        return found
+                    commons.append(CommonPrefix(key, length, source))
+        return commons
 
     def longest_cached(self, beginnings: list[CommonPrefix]) -> KvStart | None:
         """The longest of ``beginnings`` whose KV is computed."""
@@ -84,12 +82,11 @@ class HybridPrefixCache(PrefixCache):
         """Return the lengths after which the states of a sequence are kept for others."""
         return sorted(self._held[number].snapshots) if number in self._held else []
 
-    def drop_running_snapshots(self) -> Iterator[int]:
-        """Drop all snapshots of running sequences, whose ids are returned."""
+    def drop_running_snapshots(self) -> None:
+        """Drop all snapshots of running sequences."""
         for number, held in self._held.items():
-            if held.until is None and held.snapshots:
+            if held.until is None:
                 self.prefix_index.drop_snapshots(self._place, number)
-                yield number
 
     def retain_or_free(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain a finished sequence up to its last snapshot, or free it."""

@@ -22,10 +22,12 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def serve(llm: LLM, *texts: list[int], n: int = 1) -> tuple[list[list[int]], list[int | None]]:
+def serve(
+    llm: LLM, *texts: list[int], n: int = 1, session_id: str | None = None
+) -> tuple[list[list[int]], list[int | None]]:
     """Return the tokens of all completions, and the cached tokens of each prompt."""
     params = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True, n=n)
-    done = llm.generate([{"prompt_token_ids": text} for text in texts], params)
+    done = llm.generate([{"prompt_token_ids": text} for text in texts], params, session_id=session_id)
     return [list(x.token_ids) for each in done for x in each.outputs], [each.num_cached_tokens for each in done]
 
 
@@ -42,9 +44,11 @@ def check_reuse(name: str, **options: Any) -> None:
         assert [tokens for (tokens,), _ in one_by_one] == expected
         assert [cached for _, (cached,) in one_by_one] == [0, 0, 37, 37], "the second prompt left the first at 37"
         assert serve(llm, *TEXTS)[0] == expected
+        assert serve(llm, TEXTS[0], session_id="one")[0] == [expected[0]]
         turn = [*TEXTS[0], *expected[0], *QUESTIONS[1]]
-        (answer,), (cached,) = serve(llm, turn)
+        (answer,), (cached,) = serve(llm, turn, session_id="one")
         assert answer == greedy(model, turn, COUNT)
+        assert [(each.turns, each.tier) for each in llm.sessions()] == [(2, "pool")]
         assert cached == len(TEXTS[0]) + COUNT - 1, "a turn continues after the last one, whose last token has no state"
         llm.reset_prefix_cache()
         tokens, cached_together = serve(llm, *TEXTS)

@@ -21,6 +21,7 @@ from torch.nn.functional import embedding
 from lamina.converter.graph import RowTensor
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.ops.collective import RankCollectives
+from lamina.protocol.mixers import NO_RECURRENT_LAYERS
 from lamina.protocol.step_plan import LayerShape
 from simulation.model import EOS, VOCAB
 
@@ -102,6 +103,7 @@ class IntegerModel:
     group: RankCollectives | None = None  # the other ranks
 
     vocab_size, eos_token_ids, weight_bytes = VOCAB, (EOS,), 0
+    recurrent = NO_RECURRENT_LAYERS
 
     def __post_init__(self) -> None:
         rank, size, windows = self.rank, self.size, self.windows
@@ -119,7 +121,7 @@ class IntegerModel:
 
     def of_rank(self, rank: int, size: int) -> IntegerModel:
         """A rank's part of it; its slices meet those of others in ``group``."""
-        return IntegerModel(self.windows, rank, size)
+        return type(self)(self.windows, rank, size)
 
     @property
     def config(self) -> IntegerModel:
@@ -135,25 +137,30 @@ class IntegerModel:
         attention in fp64.
         """
         ids = torch.tensor([*prompt, *tokens]).unsqueeze(1)
-        plain, positions = _PlainAttention(self.windows), torch.arange(len(ids)).unsqueeze(1)
+        plain, positions = self.plain_operators(), torch.arange(len(ids)).unsqueeze(1)
         carry = self._first(ids, positions, plain)
         for layer in range(1, LAYERS):
-            carry = self.slices[layer](*carry, plain.o(), plain)
-        (logits,) = self.slices[-1](*carry, plain.o())
+            carry = self.slices[layer](*carry, *plain.outputs(), plain)
+        (logits,) = self.slices[-1](*carry, *plain.outputs())
         drawn: list[int] = logits[len(prompt) - 1 : -1, 0].argmax(-1).tolist()
         return drawn == list(tokens)
+
+    def plain_operators(self) -> PlainAttention:
+        """Returns what computes its operators over a whole sequence."""
+        return PlainAttention(self.windows)
 
     def _first(self, ids: Tensor, positions: Tensor, send: Any) -> tuple[Tensor, ...]:
         return self._send(0, (ids * 7_919 + positions * 104_729 + 1) % PRIME, positions, send)
 
     def _middle(self, layer: int) -> Any:
-        def run(x: Tensor, positions: Tensor, o: Tensor, send: Any) -> tuple[Tensor, ...]:
-            return self._send(layer + 1, self._absorb(layer, x, positions, o), positions, send)
+        def run(x: Tensor, positions: Tensor, *outputs: Any) -> tuple[Tensor, ...]:
+            *received, send = outputs
+            return self._send(layer + 1, self._absorb(layer, x, positions, *received), positions, send)
 
         return run
 
-    def _last(self, x: Tensor, positions: Tensor, o: Tensor) -> tuple[Tensor]:
-        token, width = self._absorb(LAYERS - 1, x, positions, o) % VOCAB, -(-VOCAB // self._size)
+    def _last(self, x: Tensor, positions: Tensor, *received: Tensor) -> tuple[Tensor]:
+        token, width = self._absorb(LAYERS - 1, x, positions, *received) % VOCAB, -(-VOCAB // self._size)
         logits = torch.zeros(len(x), 1, width * self._size).scatter_(2, token.unsqueeze(2), 10.0)
         return (logits[..., self._rank * width :][..., :width],)
 
@@ -166,7 +173,8 @@ class IntegerModel:
         send.kv(layer, k, v.view(rows, heads, 1, V_DIM))
         return x, positions
 
-    def _absorb(self, layer: int, x: Tensor, positions: Tensor, o: Tensor) -> Tensor:
+    def _absorb(self, layer: int, x: Tensor, positions: Tensor, *received: Tensor) -> Tensor:
+        (o,) = received
         counts = embedding(positions, _counts(self.windows[layer])).unsqueeze(3)  # [R, 1, 2, 1]
         whole = (o.view(len(x), self._heads, 2, V_DIM) * counts).round().to(NUMBERS)
         added = (whole * self._of[layer].o).sum((1, 2, 3)).unsqueeze(1)
@@ -191,13 +199,17 @@ class _IntegerCall(NamedTuple):
     out: RowTensor
 
 
-class _PlainAttention:
+class PlainAttention:
     """Attention of one sequence, all of whose rows are there, as its name says."""
 
     def __init__(self, windows: Sequence[int]) -> None:
         self._windows = windows
         self._sent: dict[str, Tensor] = {}
         self._layer = 0
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """All that an exchange returns."""
+        return (self.o(),)
 
     def q(self, layer: int, q: Tensor) -> None:
         """Q of all rows."""

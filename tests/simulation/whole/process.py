@@ -112,7 +112,7 @@ class _Integers(ModelServer):
         partition = self._partition(model.layers, max_len)
         loaded = _LoadedIntegers(model, model, model.eos_token_ids)
         part, backend = self.own_slices(model, len(model.layers)), gemm.get("torch", 1)
-        return CutModel(part, loaded, model.layers, torch.float32, max_len, partition, backend)
+        return CutModel(part, loaded, model.layers, torch.float32, max_len, partition, backend, model.recurrent)
 
     def compile(self, cut: CutModel, group: Any = None) -> IntegerModel:
         """Returns the program as it is, but for the other ranks that its slices meet."""

@@ -31,6 +31,7 @@ from simulation.play import MOST_STEPS, Play, ScenarioError, SoFar, is_broken, l
 from simulation.scenario import BLOCK, MAX_LEN, Arriving
 
 from .baton import Baton
+from .hybrid_integers import HybridIntegers
 from .integers import IntegerModel
 from .process import DIES, HANGS, STOPS, TOLD, EngineDied, SimHost
 from .scenario import FleetScenario, fleet_scenario, planned_fleet
@@ -117,7 +118,8 @@ class _WatchedPools(WorkerExecutor):
 
 class FleetPlay(Play):
     def __init__(self, of: FleetScenario, baton: Baton, rng: random.Random) -> None:
-        self._of, self._baton, self._model = of, baton, IntegerModel(of.windows)
+        model = HybridIntegers(of.windows) if of.is_hybrid else IntegerModel(of.windows)
+        self._of, self._baton, self._model = of, baton, model
         hits = {(hit.place, hit.behind, hit.call): hit.how for hit in of.hits}
         self._host = SimHost(baton, rng, self._model, hits, of.deaths)
         self._options = {**OPTIONS, **of.options}
@@ -237,6 +239,10 @@ class FleetPlay(Play):
             ready = [process.memory.preallocation.arena.nbytes for process in self._pools.memory]
             assert not any(ready), f"memory that was made ready is nobody's: {ready} bytes"
         self._check_tables(tables, self._engine.worker_info.holders)
+        states = [store.states for store in stores if store is not None and store.states is not None]
+        for one in states:
+            same = [other.versions.report() for other in states if other.kv_shards == one.kv_shards]
+            assert all(report == same[0] for report in same), f"memory workers have other states: {same}"
 
     def _check_answer(self, ask: Arriving, answer: Sequence[SoFar]) -> int:
         """Exactly its tokens; so many there are."""

@@ -9,6 +9,7 @@ from typing import Any
 from simulation.model import EOS
 from simulation.scenario import BLOCK, CHUNKS, MAX_LEN, Arriving, alike
 
+from .hybrid_integers import VERSION_BYTES
 from .integers import KV_HEADS, LAYERS, token_bytes
 from .process import CUT, DIES, STOPS, Place
 
@@ -56,6 +57,7 @@ class FleetScenario:
     hits: tuple[Strike, ...] = ()
     changes: tuple[FleetChange, ...] = ()
     deaths: tuple[int, ...] = ()
+    is_hybrid: bool = False  # some layers of the model are recurrent
 
 
 def fleet_scenario(seed: int) -> FleetScenario:
@@ -118,6 +120,20 @@ def planned_fleet(seed: int) -> FleetScenario:
     count = rng.choice((0, 0, 0, 1)) if kind == "parity" else count
     deaths = tuple(rng.randint(1, rng.choice(LAST_DEATHS)) for _ in range(count))
     return replace(of, options=options, asks=asks, hits=hits, changes=tuple(changes), deaths=deaths)
+
+
+def hybrid_fleet(seed: int) -> FleetScenario:
+    """The scenario of ``seed`` with a hybrid model, room for few or many states, and perhaps an engine that dies."""
+    of, rng = fleet_scenario(seed), random.Random(f"hybrid {seed}")
+    options = {**of.options, "prefill_workers": 0, "enable_prefix_caching": rng.random() < 0.8}
+    options.pop("prefill_kv_memory", None)
+    blocks = -(-MAX_LEN // BLOCK) + rng.choice((2, 8, 60))
+    states = rng.randint(4, 6 * options["max_num_seqs"]) * VERSION_BYTES
+    options["kv_memory"] = str(int(_memory(blocks, KV_HEADS)) + states * 2)
+    asks = alike(seed, tuple(longer(rng, _ask(rng)) for _ in range(rng.randint(2, 6))))
+    deaths = tuple(rng.randint(1, rng.choice(LAST_DEATHS)) for _ in range(rng.choice((0, 0, 1))))
+    hits = _hits(rng, _places(options)) if rng.random() < 0.8 else ()
+    return replace(of, options=options, windows=(0,), asks=asks, hits=hits, deaths=deaths, is_hybrid=True)
 
 
 def moving_fleet(seed: int) -> FleetScenario:
