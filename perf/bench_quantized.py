@@ -33,7 +33,12 @@ SHAPES = {
     "llama-246m": [(1536, 1024), (1024, 1024), (5632, 1024), (1024, 2816)] * 16 + [(32000, 1024)],
     "llama-1b": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)] * 4,
 }
-FORMS = {"int4 by 128": (4, 128), "int4 by 32": (4, 32), "int8 by 128": (8, 128), "int8 by channel": (8, 0)}  # bits, group
+FORMS = {
+    "int4 by 128": (4, 128),
+    "int4 by 32": (4, 32),
+    "int8 by 128": (8, 128),
+    "int8 by channel": (8, 0),
+}  # bits, group
 
 Linear = Callable[[Tensor], Tensor]
 

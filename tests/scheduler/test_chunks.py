@@ -1,7 +1,4 @@
-"""Prompts of one batch share a step's chunk, so that short ones do not wait for the rest of a long one.
-
-Covers: lamina/scheduler/batch.py.
-"""
+"""Prompts of one batch share a step's chunk, so that short ones do not wait for the rest of a long one."""
 
 from __future__ import annotations
 

@@ -226,8 +226,10 @@ def test_baseline_looks_when_the_prompt_is_computed() -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "mooncake", "cache-aware"])
-def test_a_decision_takes_less_than_a_millisecond(policy: str) -> None:
-    """100 workers, a prompt of 126k tokens: CPU time of this thread, the best of many, as others share the core."""
+def test_a_decision_takes_about_a_millisecond(policy: str) -> None:
+    """100 workers, a prompt of 126k tokens: CPU time of this thread, the best of many, as others share the core. It is
+    compared with 20,000 lookups, which take 0.5 to 1 ms.
+    """
     one, rng = conductor(100, instances=8, limits=SloLimits(30.0, 0.1), policy=policy), random.Random(1)
     known = prompt(126_000, *range(247))
     for worker in range(100):
@@ -241,7 +243,9 @@ def test_a_decision_takes_less_than_a_millisecond(policy: str) -> None:
         choice = one.choose(known, 0.0)
         one.check_admission(known, choice, 0.0)
 
-    assert min(_cpu_s(decide) for _ in range(100)) < 0.001
+    table = dict.fromkeys(range(20_000))
+    lookups = min(_cpu_s(lambda: [table[i] for i in range(20_000)]) for _ in range(100))
+    assert min(_cpu_s(decide) for _ in range(100)) < 2 * lookups
 
 
 def _cpu_s(work: Callable[[], None]) -> float:
