@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from model_table.tiny_models import build as build_tiny
 from torch import nn
 
 from lamina.models.convert import convert_model
@@ -55,6 +56,13 @@ def test_scales_by_positions_counted_inside_are_refused_from_where_they_matter()
     )  # fmt: skip
     refused(model, "counts positions by itself.*within 32 tokens", max_model_len=32)
     assert len(convert_model(model, max_model_len=31).calls) == 1
+
+
+def test_a_cache_that_comes_with_a_model_is_refused_since_it_decides_what_is_attended() -> None:
+    """Unlimited-OCR keeps a window of the answer and all of the prompt: without a cache its attention has no window."""
+    if not hasattr(transformers, "UnlimitedOcrConfig"):
+        pytest.skip("this version of transformers has no such model")
+    refused(build_tiny("unlimited_ocr"), "layer 0 .* keeps K and V in a cache of its own .*SlidingWindowLayer")
 
 
 @pytest.mark.long
