@@ -186,8 +186,9 @@ def _other_kind(directory: Path) -> str:
             f"{directory} is a LoRA adapter of {base}, not a model: merge the two once with peft, by "
             f"PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(...)"
         )
-    if gguf := sorted(directory.glob("*.gguf")):
-        return f"{directory} has no config.json: give its GGUF file, as {gguf[0]}"
+    if gguf := sorted(directory.glob("*.gguf"), key=lambda path: ("mmproj" in path.name.lower(), path)):
+        lacks = "model.safetensors" if (directory / "config.json").exists() else "config.json"
+        return f"{directory} has no {lacks}: give its GGUF file, as {gguf[0]}"
     if pickled := sorted(p.name for ext in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(ext)):
         return (
             f"{directory} has pickled weights ({pickled[0]}), which can run code and are refused: where you trust "

@@ -22,7 +22,8 @@ _OF_FILES = ("quantization_config", "compression_config")
 _ROPE, _OLD_ROPE = "rope_parameters", "rope_scaling"
 _KEPT_OF_ROPE = ("rope_theta", "partial_rotary_factor")  # which an override of the scaling need not repeat
 _EXAMPLE = '{"rope_type": "linear", "factor": 2}'
-_KNOWN = {_ROPE, _OLD_ROPE, *_KEPT_OF_ROPE, "dtype", "torch_dtype", "architectures", "auto_map"}
+_KNOWN = {"dtype", "torch_dtype", "architectures", "auto_map"}
+_KNOWN_OF_TEXT = {_ROPE, _OLD_ROPE, *_KEPT_OF_ROPE}
 
 
 def overridden(directory: Path, raw: dict[str, Any], overrides: str, *, trust_remote_code: bool) -> dict[str, Any]:
@@ -52,7 +53,23 @@ def _merged(raw: dict[str, Any], given: dict[str, Any], where: str = "") -> dict
             _replace_rope(merged, raw, value, f"--hf-overrides {name}")
         else:
             merged[key] = value
+    for key in _KEPT_OF_ROPE:
+        if key in given:
+            _replace_in_rope(merged, given, key, f"--hf-overrides {where}{key}")
     return merged
+
+
+def _replace_in_rope(merged: dict[str, Any], given: dict[str, Any], key: str, where: str) -> None:
+    """Put an override into the parameters of rotary embeddings too: where these have ``key``, transformers reads no
+    other entry.
+    """
+    for name in (_ROPE, _OLD_ROPE):
+        rope, own = merged.get(name), given.get(_ROPE) or given.get(_OLD_ROPE) or {}
+        if not isinstance(rope, dict) or not rope or key in own:
+            continue
+        if any(isinstance(each, dict) for each in rope.values()):
+            raise ModelError(f"{where}: layers have several in {name}: give {name}, by types of layers")
+        merged[name] = {**rope, key: given[key]}
 
 
 def _replace_rope(merged: dict[str, Any], raw: dict[str, Any], value: Any, where: str) -> None:
@@ -98,23 +115,34 @@ def check_known(directory: Path, raw: dict[str, Any], overrides: str, config: An
     """Raise ModelError for an override that neither ``raw``, the content of config.json, nor a configuration of its
     class has: it would do nothing. ``config``: with the overrides.
     """
-    for path, owner in _entries(json.loads(overrides), raw, config):
-        own, known = path[-1], owner
+    for path, known, text in _entries(json.loads(overrides), raw, config):
+        own = path[-1]
         if own not in known:
-            near = get_close_matches(own, sorted(known), n=1)
+            inner = text if own in _KNOWN_OF_TEXT else ""
+            near = [f"{inner}.{own}"] if inner else get_close_matches(own, sorted(known), n=1)
             hint = f"did you mean {near[0]}?" if near else "leave it out"
             raise ModelError(f"--hf-overrides {'.'.join(path)}: {directory}/config.json has no such entry; {hint}")
 
 
 def _entries(
     given: dict[str, Any], raw: Any, config: Any, path: tuple[str, ...] = ()
-) -> Iterator[tuple[Any, set[str]]]:
+) -> Iterator[tuple[tuple[str, ...], set[str], str]]:
+    """Yield the path of each override, the entries that its owner knows, and the name of the owner's text part."""
     stored = raw if isinstance(raw, dict) else {}
+    text = _text_part(stored, config)
     known = {*stored, *_KNOWN, *_defaults(config), *(getattr(config, "attribute_map", None) or {})}
+    known |= set() if text else _KNOWN_OF_TEXT
     for key, value in given.items():
-        yield (*path, key), known
+        yield (*path, key), known, text
         if key.endswith(_NESTED) and isinstance(value, dict):
             yield from _entries(value, stored.get(key), getattr(config, key, None), (*path, key))
+
+
+def _text_part(stored: dict[str, Any], config: Any) -> str:
+    """Return the name of the nested configuration in which ``stored`` has the text model's entries; "": it has none."""
+    if not hasattr(config, "get_text_config") or (text := config.get_text_config(decoder=True)) is config:
+        return ""
+    return next((name for name in stored if getattr(config, name, None) is text), "")
 
 
 def _defaults(config: Any) -> set[str]:

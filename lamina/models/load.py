@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from .checkpoint import (
     file_stamps,
     find_checkpoint,
     is_quantized,
+    peek_config,
     read_config,
     stored_weights,
 )
@@ -128,7 +129,8 @@ def load(
             model, part = _from_pretrained(directory, config, kind, trust_remote_code, progress), WHOLE_MODEL
     check_all_used(model, directory, allow_unused=allow_unused_weights)
     if hf_overrides and not (directory / "generation_config.json").exists():
-        model.generation_config = _generation_config_of(model)
+        merged = peek_config(directory, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
+        model.generation_config = _generation_config_of(merged)
     _read_ahead(model, directory, progress)
     return replace(_describe(model.eval().requires_grad_(False), directory), part=part, stamps=stamps)
 
@@ -249,6 +251,7 @@ def max_model_len(config: Any) -> int:
 def longest_model_len(config: Any) -> int:
     """Return the most tokens that may be asked for, by vLLM's rule. It is the number of positions times the factor of
     the rotary embedding, where its frequencies do not count on fewer. If layers have several, the least one counts.
+    Raises ModelError for a factor that is no positive number.
     """
     positions = _positions(config)
     scaled = [_scaled_positions(rope, positions) for rope in _ropes(config)] if positions else []
@@ -265,6 +268,8 @@ def _scaled_positions(rope: dict[str, Any], positions: int) -> int:
     kind, factor = rope.get("rope_type"), rope.get("factor")
     if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
         return positions
+    if not 0 < factor < inf:  # JSON has NaN and Infinity, and transformers only warns
+        raise ModelError(f"rope_parameters of the model have factor {factor}: give a positive number")
     return int(factor * ((kind == "yarn" and rope.get("original_max_position_embeddings")) or positions))
 
 
@@ -399,16 +404,17 @@ def _generation_config(directory: Path, model: Any) -> Any:
     from transformers import GenerationConfig
 
     if not directory.is_dir():
-        return _generation_config_of(model)
+        return _generation_config_of(model.config)
     own = (directory / "generation_config.json").exists()
     source = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
     return GenerationConfig.from_pretrained(directory, local_files_only=True, **source)
 
 
-def _generation_config_of(model: Any) -> Any:
+def _generation_config_of(config: Any) -> Any:
+    """Return the generation_config by a configuration, or by the content of a config.json."""
     from transformers import GenerationConfig
 
-    return GenerationConfig.from_model_config(model.config)
+    return GenerationConfig.from_model_config(config)
 
 
 def _read_ahead(model: nn.Module, directory: Path, progress: OnProgress | None) -> None:

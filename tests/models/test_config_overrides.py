@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -116,6 +117,40 @@ def test_a_scaling_keeps_the_base_of_frequencies_under_either_name(
     assert "factor" not in read(tmp_path, {name: None}).rope_parameters
 
 
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": YARN}, {"rope_parameters": YARN}])
+def test_a_base_of_frequencies_by_itself_replaces_the_stored_one(
+    llama: Path, tmp_path: Path, scaling: dict[str, Any], old: bool
+) -> None:
+    raw = json.loads((llama / "config.json").read_text())
+    if old:
+        raw |= {"rope_theta": raw.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    rope = read(tmp_path, {"rope_theta": 7e6, "partial_rotary_factor": 0.5, **scaling}).rope_parameters
+    assert (rope["rope_theta"], rope["partial_rotary_factor"]) == (7e6, 0.5)
+    assert rope.get("factor") == (YARN["factor"] if scaling else None)
+    both = {"rope_theta": 7e6, "rope_parameters": {**YARN, "rope_theta": 8e6}}
+    assert read(tmp_path, both).rope_parameters["rope_theta"] == 8e6
+
+
+def test_what_only_the_text_model_reads_is_refused_outside_of_its_configuration(tmp_path: Path) -> None:
+    Gemma3Config(text_config=SHAPE).save_pretrained(tmp_path)
+    for key in ("rope_parameters", "rope_scaling"):  # transformers itself refuses these
+        with pytest.raises(ModelError, match="with --hf-overrides is not a valid configuration"):
+            read(tmp_path, {key: YARN})
+    with pytest.raises(ModelError) as refused:
+        read(tmp_path, {"rope_theta": 7e6})
+    assert str(refused.value) == (
+        f"--hf-overrides rope_theta: {tmp_path}/config.json has no such entry; did you mean text_config.rope_theta?"
+    )
+    with pytest.raises(ModelError) as refused:
+        read(tmp_path, {"text_config": {"rope_theta": 7e6}})
+    assert str(refused.value) == (
+        "--hf-overrides text_config.rope_theta: layers have several in rope_parameters: give rope_parameters, by types "
+        "of layers"
+    )
+
+
 def test_longer_texts_are_those_of_transformers_with_that_scaling(llama: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(
         llama, config=LlamaConfig(**SHAPE, rope_parameters={**YARN, "rope_theta": THETA})
@@ -136,6 +171,15 @@ def test_longer_texts_are_those_of_transformers_with_that_scaling(llama: Path) -
 def test_tokens_that_end_a_text_follow_where_no_file_names_them(llama: Path) -> None:
     assert load(llama, hf_overrides=text_of({"eos_token_id": [4, 5]})).eos_token_ids == (4, 5)
     assert load(llama).eos_token_ids == ()
+
+
+def test_other_overrides_add_no_token_that_ends_a_text(llama: Path, tmp_path: Path) -> None:
+    """A class has an id of its own for a config.json without one, and ``generate`` of transformers leaves it out."""
+    copytree(llama, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k != "eos_token_id"}))
+    assert LlamaForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id is None
+    assert load(tmp_path, hf_overrides=text_of({"rms_norm_eps": 0.5})).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(

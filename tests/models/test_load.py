@@ -221,6 +221,15 @@ def test_pickled_weights_are_refused(model: Path) -> None:
     refused(model, r"pickled weights \(pytorch_model.bin\).*save_pretrained")
 
 
+@pytest.mark.parametrize("lacks", ["config.json", "model.safetensors"])
+def test_a_directory_of_gguf_files_is_refused_with_the_file_to_give(model: Path, lacks: str) -> None:
+    for name in ("Mmproj-F16.gguf", "Qwen-Q4_0.gguf"):
+        (model / name).write_bytes(b"GGUF")
+    load(model)
+    (model / lacks).unlink()
+    refused(model, f"{model} has no {lacks}: give its GGUF file, as {model}/Qwen-Q4_0.gguf")
+
+
 def test_files_that_transformers_does_not_read_decide_nothing(model: Path) -> None:
     save_file({"stray.weight": torch.ones(4, 4)}, model / "a_stray.safetensors")
     assert load(model).dtype == torch.bfloat16
@@ -303,6 +312,13 @@ def test_the_longest_text_that_may_be_asked_for_is_that_of_vllm(rope: dict[str, 
     config = LlamaConfig(**SHAPE, rope_parameters={"rope_theta": 1e4, **rope})
     assert longest_model_len(config) == most
     assert max_model_len(config) == (64 if rope["rope_type"] == "longrope" else 128)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 0.0, -2.0])
+def test_a_factor_that_is_no_positive_number_is_refused(factor: float) -> None:
+    config = LlamaConfig(**SHAPE, rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": factor})
+    with pytest.raises(ModelError, match=f"^rope_parameters of the model have factor {factor}: give a positive number"):
+        longest_model_len(config)
 
 
 def test_the_least_factor_of_several_rotary_embeddings_counts() -> None:
