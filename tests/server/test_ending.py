@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from running import Running, alive, certificate, eventually
+from shipped import MODEL
 
 pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
 BODY = {"prompt": "def f(", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -146,7 +147,7 @@ def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
         (["m", "--ssl-keyfile", "x"], "--ssl-certfile"),
         (["m", "--metrics-compat", "x"], "--metrics-compat"),
         (["m", "--limits", "body=x"], "--limits body="),
-        (["m", "--host", "203.0.113.1"], "--host"),
+        ([MODEL, "--host", "203.0.113.1"], "--host"),
     ],
 )
 def test_bad_flags_are_one_line(flags: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
