@@ -13,7 +13,7 @@ from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import Fork
 
-from .batch import Batch, ChunkPolicy, Prompt
+from .batch import Batch, ChunkPolicy
 from .feature_table import FeatureTable
 from .kv_manager.allocator import Allocation, KvAllocator, subtract
 from .sequence import Sequence
@@ -24,10 +24,10 @@ MAX_AFFINITY_KEYS = 1 << 14  # affinity keys whose last place is remembered
 
 @dataclass
 class _RoundBudget:
-    """The room of a round for new sequences: prompts of the next step and load of attention by batch, and blocks."""
+    """The budget of a round for new sequences: prompt tokens and the load of attention by batch, and blocks."""
 
     batches: Several[Batch]
-    prompts: list[list[Prompt]]
+    budgets: list[int]
     loads: list[int]
     left: list[int]
 
@@ -73,9 +73,9 @@ class Admission:
             self.lacks_blocks = True
             return
         wanted = [self._chunk_policy.rows_of_batch(batch) for batch in batches]
-        prompts = [self._chunk_policy.prompts_of_batch(batch) for batch in batches]
+        budgets = [self._chunk_policy.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
         left = self._allocator.free_after(running, {s: c for w in wanted for s, c in w.items()})
-        here = _RoundBudget(batches, prompts, [b.load for b in batches], left)
+        here = _RoundBudget(batches, budgets, [b.load for b in batches], left)
         aside = list[Sequence]()  # those that wait for KV that others load
         while waiting and not self.has_no_place(batches):
             begins = self._begin(waiting[0], here)
@@ -92,7 +92,7 @@ class Admission:
         self._features.find_starts(candidates)
         if candidates.verdict is not Verdict.BEGINS:
             return candidates.verdict
-        able = self._batches_with_rows(candidates, here.prompts)
+        able = self._batches_with_rows(candidates, here.budgets)
         if not able or sequence.num_output_placeholders:
             return Verdict.HOLDS_UP  # preempted, and its last token is still being sampled
         to = min(able, key=here.loads.__getitem__)
@@ -107,25 +107,25 @@ class Admission:
         self._join(candidates, here.batches[to], fit)
         if not candidates.on_prefill_worker and not sequence.num_loading_tokens:
             missing = sequence.num_tokens_with_placeholders - sequence.num_computed_tokens
-            here.prompts[to].append(Prompt(missing, sequence.num_computed_tokens))
+            here.budgets[to] -= self._chunk_policy.next_chunk(missing, here.budgets[to], sequence.num_computed_tokens)
         return Verdict.BEGINS
 
     def _must_wait(self, first: Sequence) -> bool:
         """True if the first waiting sequence cannot start now, nor can later ones. Must be fast; False may be wrong."""
         return not first.is_hidden and not self._features.may_start(first) and self._allocator.can_never_fit(first)
 
-    def _batches_with_rows(self, candidates: Candidates, prompts: list[list[Prompt]]) -> list[int]:
-        """The batches that a sequence may join, and whose next chunk has room for some of its tokens.
-
-        Those where it takes none of another prompt's rows, if there are any.
-        """
+    def _batches_with_rows(self, candidates: Candidates, budgets: list[int]) -> list[int]:
+        """The batches that a sequence may join, and whose next chunk has room for some of its tokens."""
         sequence, begun = candidates.sequence, candidates.num_stored_tokens
-        policy, new = self._chunk_policy, Prompt(sequence.num_tokens_with_placeholders - begun, begun)
-        able = [i for i, others in enumerate(prompts) if candidates.loads_kv or policy.has_room(others, new)]
+        missing = sequence.num_tokens_with_placeholders - begun
+        able = [
+            i
+            for i, budget in enumerate(budgets)
+            if candidates.loads_kv or self._chunk_policy.next_chunk(missing, budget, begun) > 0
+        ]
         if (other := sequence.follows) is not None:
             able = [i for i in able if other in candidates.batches[i].running]
-        unused = [i for i in able if candidates.loads_kv or policy.has_unused_room(prompts[i], new)]
-        return unused or able
+        return able
 
     def _find_room(self, candidates: Candidates, here: _RoundBudget, batch: Batch) -> Allocation | None:
         """The allocation for the best start that has room; None if none has."""

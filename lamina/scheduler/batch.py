@@ -29,20 +29,8 @@ class Batch:
         return sum(s.num_tokens_with_placeholders for s in self.running)
 
 
-class Prompt(NamedTuple):
-    """A prompt that is being computed: the tokens that are due, and those that are computed."""
-
-    due: int
-    computed: int
-
-
 class ChunkPolicy(NamedTuple):
-    """Cuts prompts into chunks. Those of a step have at most ``chunk`` tokens together.
-
-    Those with the fewest tokens left come first, so they do not wait for the rest of a long one. But the oldest prompt
-    always gets half of the chunk, so none waits for ever. With ``aligned``, prompts are cut at multiples of ``chunk``
-    only, and run in order of arrival: the cuts do not depend on others.
-    """
+    """Cuts prompts into chunks of at most ``chunk`` tokens; with ``aligned``, at its multiples only."""
 
     chunk: int
     aligned: bool
@@ -54,49 +42,20 @@ class ChunkPolicy(NamedTuple):
         count = min(missing, self.chunk - scheduled % self.chunk)
         return count if count <= budget else 0
 
-    def divide(self, prompts: Several[Prompt]) -> list[int]:
-        """The rows of each prompt in the next step. ``prompts``: the oldest first."""
-        counts, budget = [0] * len(prompts), self.chunk
-        order = [*range(len(prompts))]
-        if not self.aligned and len(prompts) > 1:
-            counts[0] = min(prompts[0].due, self.chunk - self.chunk // 2)
-            budget -= counts[0]
-            order = sorted(order, key=lambda i: prompts[i].due)
-        for i in order:
-            more = self.next_chunk(prompts[i].due - counts[i], budget, prompts[i].computed)
-            counts[i] += more
-            budget -= more
-        return counts
-
-    def has_unused_room(self, prompts: Several[Prompt], new: Prompt) -> bool:
-        """True if a new prompt would have rows in the next step without taking any from ``prompts``."""
-        return self.next_chunk(new.due, self.chunk - sum(self.divide(prompts)), new.computed) > 0
-
-    def has_room(self, prompts: Several[Prompt], new: Prompt) -> bool:
-        """True if a new prompt would have rows in the next step, next to ``prompts``."""
-        return self.divide([*prompts, new])[-1] > 0
-
-    def prompts_of_batch(self, batch: Batch) -> list[Prompt]:
-        """The prompts of a batch that may have rows."""
-        return [*self._due(batch)[1].values()]
-
     def rows_of_batch(self, batch: Batch) -> dict[Sequence, int]:
-        """The rows of each sequence in the batch's next step."""
-        wanted, prompts = self._due(batch)
-        counts = dict(zip(prompts, self.divide([*prompts.values()]), strict=True))
-        return {s: count for s in wanted if (count := counts.get(s, wanted[s]))}
-
-    def _due(self, batch: Batch) -> tuple[dict[Sequence, int], dict[Sequence, Prompt]]:
-        """All sequences that may have rows, with 0 for prompts, and the prompts."""
+        """The rows of each sequence in the batch's next step, within the chunk size."""
+        budget = self.chunk
         wanted: dict[Sequence, int] = {}
-        prompts: dict[Sequence, Prompt] = {}
         for sequence in batch.running:
             if sequence.is_schedulable:
                 due = sequence.num_schedulable_tokens(wanted)
-                if due > 1:
-                    prompts[sequence] = Prompt(due, sequence.num_computed_tokens)
-                wanted[sequence] = due if due <= 1 else 0
-        return wanted, prompts
+                prefilling = due > 1
+                count = self.next_chunk(due, budget, sequence.num_computed_tokens) if prefilling else due
+                if prefilling:
+                    budget -= count
+                if count:
+                    wanted[sequence] = count
+        return wanted
 
 
 def balance_batches(running: Iterable[Sequence], num_batches: int) -> list[Batch]:

@@ -209,11 +209,11 @@ def test_each_preemption_is_counted() -> None:
 
 
 def test_the_chunk_of_a_prompt_under_way_leaves_the_rest_to_the_next_ones() -> None:
-    """The prompt takes its last two of 8 tokens a round; one of 6 fills them, and a longer one finds none."""
+    """The prompt takes its last two of 8 tokens a round; one of 6 fills them, and one token more is too many."""
     scheduler = Scheduler(tables(99), max_num_seqs=9, prefill_chunk=8)
     scheduler.add(make(0, 10, 1))
     serve(scheduler, scheduler.schedule())
-    for i, length in enumerate((6, 7)):
+    for i, length in enumerate((6, 1)):
         scheduler.add(make(1 + i, length, 1))
     assert counts(scheduler.schedule()) == [{0: 2, 1: 6}]
     assert scheduler.num_waiting == 1
