@@ -233,7 +233,8 @@ class PrefixIndex:
 
     def release(self, place: Place, number: int) -> Holding:
         """Release a sequence. The place loses the pages that no other sequence there holds."""
-        self.drop_snapshots(place, number)
+        if self._holdings[place][number].snapshots:
+            self.drop_snapshots(place, number)
         holding, gone = self._holdings[place].pop(number), list[bytes]()
         before: _Begun | None = None
         for at, key in enumerate(holding.keys):

@@ -7,6 +7,8 @@ the other waits for that. Snapshots go with the pages of their sequence. Pure po
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
+
 from msgspec import structs
 
 from lamina.protocol.step_plan import Free, SequenceOp, StateRows, SurvivingKv, Truncate
@@ -88,8 +90,8 @@ class HybridPrefixCache(PrefixCache):
             if held.until is None:
                 self.prefix_index.drop_snapshots(self._place, number)
 
-    def retain_or_free(self, sequence: Sequence) -> list[SequenceOp]:
-        """Retain a finished sequence up to its last snapshot, or free it."""
+    def retain_or_free(self, sequence: Sequence, snapshots: Several[int] = ()) -> list[SequenceOp]:
+        """Retain a finished sequence up to its last snapshot, or free it. ``snapshots``: the index has them."""
         limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
         end = min(sequence.num_computed_tokens, limit)
         known = {*self.snapshots_of(sequence.id), *([end] if self._can_keep(end) else [])}
@@ -97,7 +99,7 @@ class HybridPrefixCache(PrefixCache):
         if not kept or sequence.id not in self._held:
             self.forget_sequence(sequence)
             return [Free(sequence.id)]
-        op, *freed = self._retain_or_free(sequence, kept)
+        op, *freed = super().retain_or_free(sequence, kept)
         if not isinstance(op, Truncate):
             return [op, *freed]
         for length in kept:

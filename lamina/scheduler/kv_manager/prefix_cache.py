@@ -193,12 +193,10 @@ class PrefixCache(Feature):
         """Drop all retained sequences."""
         return self.clear()
 
-    def retain_or_free(self, sequence: Sequence) -> list[SequenceOp]:
-        """Retain a finished sequence, and drop those whose pages it contains; or free it."""
-        return self._retain_or_free(sequence, ())
-
-    def _retain_or_free(self, sequence: Sequence, snapshots: Several[int]) -> list[SequenceOp]:
-        """Do so. ``snapshots``: of its states; pages after the last one are of no use."""
+    def retain_or_free(self, sequence: Sequence, snapshots: Several[int] = ()) -> list[SequenceOp]:
+        """Retain a finished sequence, and drop those whose pages it contains; or free it. ``snapshots``: of its states;
+        pages after the last one are of no use.
+        """
         self.forget_sequence(sequence)
         if sequence.evicts_kv:
             return [Free(sequence.id)]
@@ -211,7 +209,7 @@ class PrefixCache(Feature):
         if len(way) == len(keys) - 1 and way:
             last = sequence.tokens[len(way) * self._page : length]
             known = any(count == len(last) for count, _ in self.prefix_index.nearest(self._place, way[-1], last))
-        known = known and self._have_snapshots(way, snapshots)
+        known = known and (not snapshots or self._have_snapshots(way, snapshots))
         session = sequence.session_to_retain
         failed = sequence.do_not_cache or sequence.output.went_wrong
         until = self._clock() + sequence.retention_s if sequence.retention_s and not failed else 0.0
@@ -234,7 +232,7 @@ class PrefixCache(Feature):
     def _have_snapshots(self, way: Several[bytes], snapshots: Several[int]) -> bool:
         """Return whether another sequence with the pages of ``way`` has all these snapshots."""
         others = self.prefix_index.sequences(self._place, way[-1]) if way else ()
-        return not snapshots or any(self._held[n].snapshots.keys() >= {*snapshots} for n in others)
+        return any(self._held[n].snapshots.keys() >= {*snapshots} for n in others)
 
     def _end_detached(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain it for its session alone, since its K and V attended tokens that were dropped from its context."""
