@@ -1,4 +1,4 @@
-"""Minimum vertex cut of a weighted graph with ordering rules, on plain hashables."""
+"""Minimum vertex cut of a graph with weights and ordering rules, on plain hashables. ``plan`` sets the weights."""
 
 from __future__ import annotations
 

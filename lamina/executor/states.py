@@ -11,7 +11,8 @@ class ExecutorState(Enum):
 
     STARTING = "starting"  # workers start, load and connect for the first time
     RUNNING = "running"  # rounds are served; a loss may wait to be reported
-    QUIESCING = "quiescing"  # after a loss, or as memory workers come or go: workers stop using the epoch's channels
+    # After a loss, when a replica has loaded, or as memory workers come or go: workers stop using the epoch's channels.
+    QUIESCING = "quiescing"
     QUIESCED = "quiesced"  # EpochChanged was returned: the engine lays its sequences out
     RESUMING = "resuming"  # lost workers are replaced, KV moves, all reconnect
 

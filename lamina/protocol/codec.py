@@ -1,7 +1,7 @@
 """A layer's messages: the rows of a step that go to a memory worker, the results that come back, and their bytes.
 
 Both sides of the wire compute this, and make tensors over the bytes. Only this module computes sizes, offsets, shapes
-and order.
+and order. Kinds and keys of messages are in ``step_plan``.
 
 If several workers share a sequence's tokens, *home* is the worker that keeps the first new row's position. It attends
 the new rows among themselves, for which it gets all their K and V. Every worker attends its stored tokens by *nodes*:

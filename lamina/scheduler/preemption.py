@@ -1,4 +1,7 @@
-"""Preemption: chooses sequences to evict or preempt when KV blocks run out. Pure policy: no torch, no I/O, no clock."""
+"""Preemption: chooses sequences to evict or preempt when KV blocks run out. Pure policy: no torch, no I/O, no clock.
+
+``kv_manager.swap`` decides whether its KV is saved to host memory first.
+"""
 
 from __future__ import annotations
 

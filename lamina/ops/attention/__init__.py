@@ -1,4 +1,4 @@
-"""Attention backends. Each is a module of this package with ``open_backend``; see ``get``."""
+"""Attention backends, each a module of this package with ``open_backend``. A ``KvStore`` opens one by ``get``."""
 
 from __future__ import annotations
 
