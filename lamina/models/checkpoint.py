@@ -125,7 +125,8 @@ def read_config(directory: Path, *, trust_remote_code: bool = False, hf_override
             config = config_overrides.read_overridden(directory, raw, trust_remote_code=trust_remote_code)
         else:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-        vars(config).pop("quantization_config", None)  # Lamina reads the weights itself
+        for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+            vars(part).pop("quantization_config", None)  # Lamina reads the weights itself
         if not trust_remote_code:  # Lamina chooses: another choice may load a kernel
             config._attn_implementation = config._experts_implementation = None
             vars(config).pop("auto_map", None)  # transformers' own class is used
@@ -223,7 +224,8 @@ def check_quantization(directory: Path, asked: str) -> None:
 def _quantization_settings(directory: Path, raw: dict[str, Any] | None = None) -> Any:
     if raw is None:
         raw = read_json(directory / "config.json", "")
-    settings = raw.get("quantization_config")
+    text = raw.get("text_config")
+    settings = raw.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     if not settings and (directory / _EXPORT).exists():
         said = read_json(directory / _EXPORT, "").get("quantization")
         settings = {**(said if isinstance(said, dict) else {}), "quant_method": "modelopt"}

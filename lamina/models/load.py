@@ -312,9 +312,9 @@ def _eos_token_ids(model: Any) -> list[int]:
     source = model.config.get_text_config(decoder=True) if generation is None else generation
     eos = getattr(source, "eos_token_id", None)
     ids = list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]
-    if wrong := [i for i in ids if not isinstance(i, int)]:
+    if wrong := [i for i in ids if type(i) is not int]:
         raise ModelError(f"eos_token_id of the model's {type(source).__name__} has {wrong[0]!r}: give ids of tokens")
-    return [int(i) for i in ids]
+    return ids
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

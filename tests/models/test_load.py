@@ -114,10 +114,10 @@ def set_eos(value: object, config: dict[str, Any]) -> None:
         config["eos_token_id"] = value
 
 
-@pytest.mark.parametrize("eos", ["</s>", "5", [5, None], 5.5])
+@pytest.mark.parametrize("eos", ["</s>", "5", [5, None], 5.5, True])
 def test_end_tokens_that_are_no_ids_are_refused(model: Path, eos: object) -> None:
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    refused(model, "eos_token_id of the model's GenerationConfig has (None|'</s>'|'5'|5.5): give ids of tokens")
+    refused(model, "eos_token_id of the model's GenerationConfig has (None|'</s>'|'5'|5.5|True): give ids of tokens")
 
 
 def test_dtypes(whole: Path) -> None:

@@ -5,6 +5,7 @@ Covers: lamina/models/meta_capture.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import transformers
 from model_table.tiny_models import POSITIONS, build
 from safetensors.torch import load_file, save_file
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import lamina
 from lamina import LLM, SamplingParams
@@ -30,6 +32,7 @@ KINDS = (
     "llama4", "llava", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm",
 )  # fmt: skip
 QUICK = ("llava",)
+QUANTISED = Path(__file__).parents[1] / "checkpoints/llama_awq"
 PROMPT = list(range(40, 61))  # longer than the windows
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"transport": "loopback", "max_model_len": POSITIONS}
@@ -59,6 +62,26 @@ def test_a_directory_with_a_multimodal_model_gives_its_text(kind: str, tmp_path:
     with LLM(str(tmp_path), **OPTIONS) as llm:
         assert llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids == want
     assert len(plan_cuts(str(tmp_path)).program.calls) == model.config.get_text_config(decoder=True).num_hidden_layers
+
+
+def test_a_text_part_may_be_quantised_alone(tmp_path: Path) -> None:
+    config = json.loads((QUANTISED / "config.json").read_text())
+    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=2)
+    whole = LlavaForConditionalGeneration(LlavaConfig(text_config=LlamaConfig(**config), vision_config=vision))
+    whole.save_pretrained(tmp_path)
+    packed, tensors = load_file(QUANTISED / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    text = {f"language_model.{name}": tensor for name, tensor in packed.items()}
+    assert text.keys() & tensors.keys()
+    others = {name: tensor for name, tensor in tensors.items() if not name.startswith("language_model.")}
+    save_file(others | text, tmp_path / "model.safetensors", {"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" not in written
+    assert written["text_config"]["quantization_config"]["quant_method"] == "awq"
+    tokens = []
+    for path in (QUANTISED, tmp_path):
+        with LLM(str(path), transport="loopback", dtype="float32") as llm:
+            tokens.append(llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.long(but=QUICK)

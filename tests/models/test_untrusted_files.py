@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Plant, str]] = {
     "layers": (keys(CONFIG, num_hidden_layers=10**9), f"{CONFIG} has num_hidden_layers 1000000000: at most 10000"),
     "wide": (keys(CONFIG, hidden_size=1 << 40, head_dim=8), f"{CONFIG} describes embeddings of"),
     "long": (keys(CONFIG, vocab_size=1 << 40), f"{CONFIG} describes embeddings of"),
-    "part_quantised": (keys(CONFIG, text_config={"quantization_config": {"quant_method": "awq"}}), "cannot be loaded"),
+    "part_quantised": (keys(CONFIG, text_config={"quantization_config": {"quant_method": "awq"}}), "and none is"),
 }  # fmt: skip
 TAKEN: dict[str, Plant] = {
     "plain": keys(CONFIG),
