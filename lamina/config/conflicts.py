@@ -184,7 +184,6 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--decode-only", WINDOWED_LAYERS): "it stores K and V for whole prompts, not for windows",
     ("--context-overflow truncate", "--deterministic"): "moved KV is not bitwise equal to computed KV",
     ("--context-overflow truncate", "--tensor-parallel-size 2 or more"): "ranks cannot move KV yet",
-    ("--context-overflow truncate", "--prefill-workers"): "the KV of prefill workers cannot move",
     ("--kv-sparsity evict", "--context-overflow truncate"): "a session's next turn needs all KV",
     ("--kv-sparsity select", "--context-overflow truncate"): "blocks are chosen by their K, which would change",
     ("--kv-sparsity select", "--memory-device cuda"): "only memory workers on CPUs choose blocks",

@@ -379,8 +379,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fetches_stored_kv(self) -> bool:
-        """True if prefill workers get K and V of prompts' beginnings from memory workers, which load them."""
-        return self.topology.prefill_workers > 0 and bool(self.offload.backend)
+        """True if prefill workers get K and V of prompts' beginnings from memory workers, which load or move them."""
+        return self.topology.prefill_workers > 0 and (bool(self.offload.backend) or self.overflow.truncates_context)
 
     @property
     def migrates_stripes(self) -> bool:

@@ -188,7 +188,7 @@ def _prefill(
 
     def stored_tokens_of(sequence: Sequence) -> tuple[int, int]:
         pool = prefixes.num_cached_tokens(sequence)
-        load = tier.find_loadable(sequence, pool) if tier else None
+        load = tier.find_loadable(sequence, pool) if tier and not sequence.discarded_ranges else None
         return (load.length, load.length) if load else (pool, 0)
 
     slo_admission.set_stored_tokens(stored_tokens_of)

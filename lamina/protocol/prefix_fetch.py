@@ -72,7 +72,7 @@ def stored_prefix_reader(worker: str) -> str:
 
 
 class StoredPrefixRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Prefill worker -> memory worker: a request for K and V of whole blocks: ``count`` tokens of ``sequence`` from
+    """Prefill worker -> memory worker: a request for K and V of blocks: ``count`` tokens of ``sequence`` from
     ``first`` on, in layers ``first_layer .. last_layer``. A grant of their sequence allows it.
     """
 

@@ -153,9 +153,9 @@ class RowRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FetchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
-    """Hold blocks, as for rows, for whole blocks that prefill worker ``worker`` has of ``source``, at the same
-    positions. The receiving prefill worker fetches them layer by layer, before it attends them. Until the step is done,
-    the other worker must not free ``source``. No layer has a window.
+    """Hold blocks, as for rows, for blocks that prefill worker ``worker`` has of ``source``, at the same positions. The
+    last one may be partial. The receiving prefill worker fetches them layer by layer, before it attends them. Until the
+    step is done, the other worker must not free ``source``. No layer has a window.
 
     If ``worker`` is MEMORY_WORKERS, they have these blocks of ``source``, at ``source_location``.
     """

@@ -10,7 +10,7 @@ from functools import partial
 
 from lamina.protocol.step_plan import GRANTS_AHEAD, Fork, Free, New, PrefillGrant, SequenceOp, StepPlan
 
-from .feature import Feature, Leaving, Loss, PlanDraft
+from .feature import Feature, Leaving, Loss, PlanDraft, Scheduling
 from .kv_manager.allocator import next_rows
 from .kv_manager.prompt_store import PromptCache, fetch_stored
 from .prefill_grants import GrantBudget, make_room
@@ -29,13 +29,14 @@ class _PrefixFetch:
     source: PromptCache | None
     tokens: int
     requested_s: float = math.inf
+    loaded_s: float = 0.0  # when memory workers had loaded them
 
 
 @dataclass
 class _PrefillWorkerState:
     index: int
     prompts: deque[Sequence] = field(default_factory=deque)  # in order; those with tokens left to schedule
-    loading: dict[Sequence, float] = field(default_factory=dict)  # that follow once memory workers have loaded them
+    loading: dict[Sequence, float] = field(default_factory=dict)  # that follow once memory workers have loaded enough
     prompt_cache: PromptCache | None = None  # None: it keeps only the prompt that it computes
     held_sequence: int = NO_STEP  # the sequence whose prompt it then keeps
     next_step: int = 0
@@ -78,6 +79,8 @@ class PrefillDispatcher(Feature):
         self.stored_block = stored_block
         self.workers = [_PrefillWorkerState(i) for i in range(num_workers)]
         self._lenders = dict[Sequence, _PrefixFetch]()  # fetches of prefixes
+        # Sequences that workers fetch while they are loaded: when the load began, and its tokens.
+        self._overlapped = dict[Sequence, tuple[float, int]]()
         self._chunk = chunk
         self._first_batch, self._ahead = first_batch, ahead
         self.slo_admission = slo_admission or SloAdmission(num_workers)
@@ -174,12 +177,22 @@ class PrefillDispatcher(Feature):
             self._lenders[sequence] = _PrefixFetch(lender, moved)
 
     def assign_when_loaded(self, sequence: Sequence) -> None:
-        """Let a started sequence wait for the load of its stored tokens, and then queue it at its worker."""
+        """Let a started sequence wait until enough of its stored tokens is loaded, and then queue it at its worker."""
         sequence.prefill_worker = self.slo_admission.reserve(sequence)
         self.workers[sequence.prefill_worker].loading[sequence] = self.slo_admission.now_s()
 
+    def begin_round(self, scheduling: Scheduling) -> None:
+        """Queue sequences at their workers of which enough is loaded: the rest follows, layer by layer."""
+        for worker in self.workers:
+            for sequence in [s for s in worker.loading if 0 < s.num_computed_tokens == s.num_loading_tokens]:
+                self._overlapped[sequence] = worker.loading.pop(sequence), sequence.num_loading_tokens
+                self.assign(sequence)
+
     def on_loaded(self, sequence: Sequence) -> tuple[()]:
-        """Queue a sequence whose stored tokens are loaded at its worker."""
+        """Queue a sequence whose stored tokens are loaded at its worker, unless it is there already."""
+        if (early := self._overlapped.pop(sequence, None)) is not None:
+            self._on_rest_loaded(sequence, *early)
+            return ()
         worker = None if sequence.prefill_worker is None else self.workers[sequence.prefill_worker]
         if worker is not None and (began := worker.loading.pop(sequence, None)) is not None:
             if sequence.num_computed_tokens:
@@ -187,6 +200,31 @@ class PrefillDispatcher(Feature):
             if not sequence.finished:
                 self.assign(sequence)
         return ()
+
+    def _on_rest_loaded(self, sequence: Sequence, began_s: float, tokens: int) -> None:
+        """End an overlapped load. If that has failed, compute workers run the rest, after the chunks in flight."""
+        now_s = self.slo_admission.now_s()
+        if sequence.num_cached_tokens >= tokens:
+            self.slo_admission.on_stored_loaded(tokens, now_s - began_s)
+            if (lent := self._lenders.get(sequence)) is not None:
+                lent.loaded_s = now_s
+        elif sequence.num_pending_prefill_chunks and sequence.prefill_worker is not None:
+            self._withdraw(sequence, self.workers[sequence.prefill_worker])
+        elif sequence.prefill_worker is not None:
+            self._leave_to_compute_workers(sequence)
+
+    def _withdraw(self, sequence: Sequence, worker: _PrefillWorkerState) -> None:
+        """Start no more chunks of a sequence, and let no other one use what is computed of it."""
+        self._return(sequence)
+        if sequence in worker.prompts:
+            worker.prompts.remove(sequence)
+        if worker.prompt_cache:
+            worker.prompt_cache.on_dropped(sequence)
+
+    def _leave_to_compute_workers(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+        if not sequence.finished:
+            self.skip(sequence)
 
     def find_starts(self, candidates: Candidates) -> None:
         """Let a sequence wait for its own worker, without holding up others."""
@@ -203,13 +241,11 @@ class PrefillDispatcher(Feature):
         """Remove a sequence that has no chunk in flight."""
         self.slo_admission.remove(sequence)
         self._return(sequence)
+        self._overlapped.pop(sequence, None)
         if sequence.prefill_worker is not None:
             worker = self.workers[sequence.prefill_worker]
             worker.loading.pop(sequence, None)
-            if sequence in worker.prompts:
-                worker.prompts.remove(sequence)
-            if worker.prompt_cache:
-                worker.prompt_cache.on_dropped(sequence)
+            self._withdraw(sequence, worker)
             if worker.computing is sequence:
                 self._start_next(worker)
             sequence.prefill_worker = None
@@ -217,6 +253,7 @@ class PrefillDispatcher(Feature):
     def roll_back(self, loss: Loss) -> None:
         """Remove all prompts from the workers, and those of finished sequences for good. Step numbers only grow."""
         self._lenders.clear()
+        self._overlapped.clear()
         for worker in self.workers:
             worker.prompts.clear()
             worker.loading.clear()
@@ -329,8 +366,9 @@ class PrefillDispatcher(Feature):
         (sequence,) = step.sequences
         if lent := self._return(sequence):
             ahead_s = max(0.0, load.chunk_began_s - lent.requested_s)
-            stored = lent.source is None
-            self.slo_admission.on_prefix_fetched(sequence, lent.tokens, step.fetch_s, ahead_s, stored=stored)
+            loaded_s = math.inf if sequence in self._overlapped else lent.loaded_s
+            loading_s = min(step.fetch_s, max(0.0, loaded_s - load.chunk_began_s)) if lent.source is None else None
+            self.slo_admission.on_prefix_fetched(sequence, lent.tokens, step.fetch_s, ahead_s, loading_s)
         sequence.num_pending_prefill_chunks -= 1
         if step.sampled_sequences:
             part = 1.0 if load.is_waiting_for_prefix else self.slo_admission.stage_seconds(sequence)
@@ -339,6 +377,8 @@ class PrefillDispatcher(Feature):
                 load.prompt_cache.on_computed(sequence)
             self._start_next(load, follows=True)
             sequence.prefill_worker = None
+        elif not sequence.num_pending_prefill_chunks and sequence not in load.prompts:  # its load has failed
+            self._leave_to_compute_workers(sequence)
 
     def _return(self, sequence: Sequence) -> _PrefixFetch | None:
         """End the fetch of a sequence's prefix. Returns it, if there was one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from lamina.kv.pages import PAGE
 
@@ -25,20 +26,35 @@ class PrefillPlacement(Feature):
         """Remove starts that the sequence's prefill worker cannot use, or let the sequence wait for that worker."""
         sequence, known = candidates.sequence, candidates.num_stored_tokens
         longest = max((start.length for start in candidates.starts), default=0)
-        if candidates.is_settled or not self._prefill.is_for_prefill_worker(sequence, longest):
+        if not self._may_choose(candidates) or not self._prefill.is_for_prefill_worker(sequence, longest):
             return
         if self._prefix_cache.num_shared_tokens(sequence) > 0 and self._prefill.will_be_cached(sequence, longest):
             candidates.verdict = Verdict.STEPS_ASIDE  # an earlier prompt will give it a longer prefix
             return
-        start = self._common_hit(sequence, known) if known else None
-        for stored in self._stored_starts(candidates):
-            if self._prefill.takes_stored(sequence, stored, start.length if start else 0):
-                start = stored
-        candidates.starts, candidates.may_begin_anew = [start] if start else [], True
+        if candidates.is_settled:
+            start = next(iter(candidates.starts), None)
+        else:
+            start = self._common_hit(sequence, known) if known else None
+            for stored in self._stored_starts(candidates):
+                if self._prefill.takes_stored(sequence, stored, start.length if start else 0):
+                    start = stored
+            candidates.may_begin_anew = True
+        candidates.starts = [start] if start else []
         candidates.loads_kv = start is not None and start.source is None
         candidates.on_prefill_worker = True
+        candidates.prefill_s = partial(self._prefill.slo_admission.stored_start_s, start.length if start else 0)
         if not self._prefill.can_accept(sequence):
             candidates.verdict = Verdict.STEPS_ASIDE if self._prefill.has_free_worker else Verdict.HOLDS_UP
+
+    def _may_choose(self, candidates: Candidates) -> bool:
+        """Return whether a prefill worker may compute the rest. A truncated turn begins with all of its session's KV,
+        which has moved, or with none.
+        """
+        if not candidates.is_settled:
+            return True
+        swapped = any(start.is_swapped for start in candidates.starts)
+        fetched = self._prefill.stored_block > 0 or not candidates.starts
+        return bool(candidates.sequence.discarded_ranges) and fetched and not swapped
 
     def _stored_starts(self, candidates: Candidates) -> Iterator[KvStart]:
         """Yield the starts in whole blocks, which its prefill worker can fetch from memory workers."""

@@ -222,23 +222,28 @@ class SloAdmission:
         return self._reservations[sequence].choice.source
 
     def on_prefix_fetched(
-        self, sequence: Sequence, tokens: int, seconds: float, ahead_s: float = 0.0, *, stored: bool = False
+        self, sequence: Sequence, tokens: int, seconds: float, ahead_s: float = 0.0, loading_s: float | None = None
     ) -> None:
         """Record that the reserved worker has received ``tokens`` from another one, and waited ``seconds`` for them.
 
-        ``ahead_s``: seconds from the request for them to the end of the worker's previous prompt. ``stored``: memory
-        workers have sent them.
+        ``ahead_s``: seconds from the request for them to the end of the worker's previous prompt. ``loading_s``: how
+        many of ``seconds`` memory workers still loaded them; None: another prefill worker has sent them.
         """
         self._fetched[sequence] = seconds
-        if not stored:
+        if loading_s is None:
             self.conductor.record_transfer(tokens, seconds, ahead_s)
-        elif self.conductor.stored_latency:
-            self.conductor.stored_latency.fetch.observe(tokens, seconds, ahead_s)
+        elif self.conductor.stored_latency:  # while they were loaded, it may have waited for that alone
+            self.conductor.stored_latency.fetch.observe(tokens, seconds - loading_s, ahead_s + loading_s)
 
     def on_stored_loaded(self, tokens: int, seconds: float) -> None:
         """Record that memory workers have loaded ``tokens`` for a prefill worker in ``seconds``."""
         if self.conductor.stored_latency:
             self.conductor.stored_latency.load.observe(tokens, seconds)
+
+    def stored_start_s(self, stored: int, tokens: int) -> float:
+        """Return the seconds in which a prefill worker fetches ``stored`` tokens and computes the next ``tokens``."""
+        fetch = self.conductor.stored_latency.fetch.seconds(stored) if self.conductor.stored_latency else 0.0
+        return fetch + self.conductor.prefill_latency.model.seconds(stored + tokens, stored)
 
     def stored_pays(self, sequence: Sequence, otherwise: int, stored: int, loaded: int, fetched: int) -> bool:
         """Return whether a prompt is computed earlier after ``stored`` tokens; see Conductor."""
@@ -360,7 +365,8 @@ class SloAdmission:
         if not self._on_prefill_workers:
             return PromptInfo(tokens, num_cached_tokens=self.cached_tokens_of(sequence), priority=priority)
         stored, loaded = self._stored_tokens_of(sequence) if self.conductor.stored_latency else (0, 0)
-        keys = self.keys.whole(sequence, len(sequence.prompt)) if self.keeps_prompts else ()
+        keeps = self.keeps_prompts and not sequence.discarded_ranges
+        keys = self.keys.whole(sequence, len(sequence.prompt)) if keeps else ()
         page = self.keys.page_size if self.keeps_prompts else 1
         return PromptInfo(tokens, keys, page, priority=priority, num_stored_tokens=stored, num_loaded_tokens=loaded)
 

@@ -76,8 +76,8 @@ class StoredLatency:
     fetch: TransferLatencyEstimator
 
     def seconds(self, loaded: int, fetched: int) -> float:
-        """The predicted seconds of loading and fetching so many tokens."""
-        return (self.load.seconds(loaded) if loaded else 0.0) + (self.fetch.seconds(fetched) if fetched else 0.0)
+        """The predicted seconds of loading and fetching so many tokens: layers are fetched while others are loaded."""
+        return max(self.load.seconds(loaded) if loaded else 0.0, self.fetch.seconds(fetched) if fetched else 0.0)
 
 
 @dataclass

@@ -479,11 +479,10 @@ class OffloadIndex(Feature):
     def _spare_s(candidates: Candidates, load: KvStart) -> float:
         """The seconds for which its first rows after the loaded tokens will be computed.
 
-        0 if they must wait for the load's end: a failed load must not have been scored by sparse attention, nor be
-        fetched by a prefill worker.
+        0 if they must wait for the load's end: a failed load must not have been scored by sparse attention.
         """
         sequence, policy = candidates.sequence, candidates.chunk_policy
-        if sequence.evicts_kv or sequence.params.prompt_logprobs is not None or candidates.on_prefill_worker:
+        if sequence.evicts_kv or sequence.params.prompt_logprobs is not None:
             return 0.0
         missing = sequence.num_tokens_with_placeholders - load.length
         return candidates.prefill_s(policy.next_chunk(missing, policy.chunk, load.length))

@@ -82,6 +82,8 @@ class PromptCache:
         return 0 if any(self._accounting.windows) else self._match(sequence, most, self._under_way).length
 
     def _prompt_keys(self, sequence: Sequence) -> list[bytes]:
+        if sequence.discarded_ranges:
+            return []  # others with these tokens have other KV
         return self._keys.whole(sequence, len(sequence.prompt))
 
     def reserve(self, sequence: Sequence, length: int, lender: PromptCache | None = None) -> None:
@@ -170,7 +172,7 @@ class PromptCache:
     def _match(self, sequence: Sequence, most: int, but: Container[int] = ()) -> _CachedPrompt:
         """The longest match in whole pages, except ``but``. It never has the last token, whose logits are needed."""
         most, page = min(most, sequence.num_tokens_with_placeholders - 1, len(sequence.prompt)), self._keys.page_size
-        keys = self._keys.whole(sequence, most)
+        keys = [] if sequence.discarded_ranges else self._keys.whole(sequence, most)
         for count in range(len(keys), 0, -1):
             for number in self._index.sequences(self._place, keys[count - 1]):
                 keep = SurvivingKv(number, count * page, FIRST_LOCATION)
@@ -186,7 +188,8 @@ class PromptCache:
         others = list(self._index.sequences(self._place, keys[-1])) if keys else []
         for other in others:  # they have all of it
             self._cached.move_to_end(other)
-        if others or not keys or not keep or not self._make_room():
+        loads = sequence.num_loading_tokens > 0  # a load that fails would have spoilt it
+        if others or not keys or not keep or loads or not self._make_room():
             self._ops.append(Free(number))
             self._index.drop(self._place, keys)
             return

@@ -186,7 +186,8 @@ class EpochServer:
         self._check_name(channel, join.peer_number)
         if join.peer_number != len(self._channels):
             raise ProtocolError(f"worker {join.peer_number} came when worker {len(self._channels)} was due")
-        if join.layers != bind.layers:
+        computes = join.peer_number < bind.replicas  # prefill workers do not prove how keys rotate
+        if join.layers != (bind.layers if computes else [structs.replace(x, rotary=None) for x in bind.layers]):
             raise ProtocolError(f"worker {join.peer_number} has another model than the one that was bound")
         self._channels.append(channel)
         if join.peer_number >= bind.replicas and self._inbox.grants is not None:
@@ -220,6 +221,10 @@ class EpochServer:
         CorruptedMemoryError.
         """
         layers = self._device_layers or self._host_layers()
+        loads = self.page_transfers.loader if self.page_transfers else None
+        for user in (self._inbox.grants, self.prefix_replies):
+            if user is not None:
+                user.loads = loads
         while True:
             steps, sums = self._round(layers), self._store.checksums
             if layers is self._device_layers:

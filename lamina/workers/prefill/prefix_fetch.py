@@ -100,7 +100,9 @@ class PrefixFetch:
                     raise ProtocolError(f"step {plan.step} fetches for two sequences")
                 ids = whole_blocks(self._store, op.sequence, op.first, op.count)
                 if ids is None:
-                    raise ProtocolError(f"step {plan.step}: {op} is not of whole blocks, or of layers with windows")
+                    raise ProtocolError(
+                        f"step {plan.step}: {op} does not begin with a block, or is of layers with windows"
+                    )
                 self._store.staging.record_event()()  # waits until the device no longer uses the blocks
                 parts, link = list(layer_parts(self._store, ids, scatter)), self._source(op)
                 transfer = link.expect(Transfer(plan.step, parts, self._timeout_s))

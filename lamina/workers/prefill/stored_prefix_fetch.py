@@ -81,7 +81,7 @@ class StoredPrefixFetch:
             if isinstance(op, FetchPrefix) and op.worker == MEMORY_WORKERS and self._links is not None:
                 ids = whole_blocks(self._store, op.sequence, op.first, op.count)
                 if ids is None or self._pending:
-                    raise ProtocolError(f"step {plan.step}: {op} is not of whole blocks, or not the only one")
+                    raise ProtocolError(f"step {plan.step}: {op} does not begin with a block, or is not the only one")
                 self._store.staging.record_event()()  # waits until the device no longer uses the blocks
                 self._pending = [
                     link.expect(Transfer(plan.step, self._parts(op, ids, worker), self._timeout_s))
@@ -108,7 +108,7 @@ class StoredPrefixFetch:
     def _parts(self, op: FetchPrefix, ids: Sequence[Sequence[int]], worker: int) -> Iterator[TransferPart]:
         """Yield the parts of a memory worker: its heads of the blocks that lie there."""
         size = self._store.tables.block_size
-        low, high = op.first // size, (op.first + op.count) // size
+        low, high = op.first // size, -(-(op.first + op.count) // size)
         for layer, (own,) in enumerate(self._store.layers):
             for piece in self._partition.pieces(self._first_layer + layer, worker):
                 there = owned_blocks(self._placement, piece.kv_shards, op.source_location, range(low, high), size)

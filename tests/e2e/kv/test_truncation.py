@@ -25,6 +25,9 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+PREFILL: dict[str, Any] = {"prefill_workers": 1, "prefill_chunk": 64, "block_size": 32}
+
+
 def text(number: int, length: int) -> list[int]:
     return [(number * 31 + i * (number + 3)) % 90 + 5 for i in range(length)]
 
@@ -78,6 +81,8 @@ class Mirror:
         ({"memory_workers": 2}, FIRST, STEP),
         ({"memory_workers": 2, "partition": "token", "truncate_ratio": 0.5, "keep_first": 0}, 0, 2 * STEP),
         ({"memory_workers": 1, "pipeline": 2, "keep_first": 0}, 0, STEP),
+        ({"memory_workers": 2, **PREFILL}, FIRST, STEP),
+        ({"memory_workers": 2, **PREFILL, "prefill_workers": 2, "prefill_pipeline": 2, "keep_first": 0}, 0, STEP),
     ],
     ids=str,
 )
@@ -109,6 +114,9 @@ def test_a_session_is_cut_and_goes_on(llama_path: Path, options: dict[str, Any],
             cached = (len(said) - discarded - 1) // 32 * 32
         assert discarded == 512
         assert llm.engine.scheduler.features[SessionCache].num_shifts >= 2
+        stats, prefill = llm.stats(), options.get("prefill_workers", 0)
+        fetched = [stats[f"prefill-{n}"]["fetched_bytes"] for n in range(prefill)]
+        assert all(fetched), "prefill workers compute the rest of turns, whose KV memory workers have moved"
         alike = [
             torch.allclose(a.keys, b.keys, atol=1e-2)
             for a, b in zip(mirror.cache.layers, naive.cache.layers, strict=True)
@@ -117,6 +125,7 @@ def test_a_session_is_cut_and_goes_on(llama_path: Path, options: dict[str, Any],
         view = said[:first] + said[first + discarded :]
         (output,) = llm.generate([view], PARAMS)
         assert output.num_cached_tokens == 0, "its K and V have seen what was discarded: they are for nobody else"
+        assert output.outputs[0].token_ids == Mirror(llama_path).answer(view, 12)
         llm.drop_session("mine")
         (output,) = llm.generate([said], PARAMS, session_id="mine")
         assert output.num_cached_tokens == 0
@@ -157,7 +166,11 @@ def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{"memory_workers": 1}, {"memory_workers": 2, "partition": "request"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"memory_workers": 1}, {"memory_workers": 2, "partition": "request"}, {"memory_workers": 2, **PREFILL}],
+    ids=str,
+)
 def test_a_session_that_has_lost_tokens_wakes_from_a_directory(
     llama_path: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -176,6 +189,8 @@ def test_a_session_that_has_lost_tokens_wakes_from_a_directory(
         (output,) = llm.generate([said], PARAMS, session_id="mine", kv_discard=[(128, 256)])
         assert output.num_cached_tokens == mirror.length == 256
         assert output.outputs[0].token_ids == mirror.answer([*said[:128], *said[256:]][256:], 12)
+        if "prefill_workers" in options:
+            assert llm.stats()["prefill-0"]["fetched_bytes"] > 0
         (output,) = llm.generate([[*said[:128], *said[256:]]], PARAMS)
         assert (output.num_cached_tokens or 0) <= 128, "a prompt like it finds no more than the page before the gap"
 

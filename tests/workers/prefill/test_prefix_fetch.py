@@ -18,7 +18,16 @@ from lamina import netstack
 from lamina.netstack import Channel, Geometry, PeerFault, Terms
 from lamina.protocol.control import Address
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers
-from lamina.protocol.step_plan import FetchPrefix, Fork, New, ProtocolError, RowRange, SequenceOp, StepPlan
+from lamina.protocol.step_plan import (
+    FetchPrefix,
+    Fork,
+    New,
+    PrefillGrant,
+    ProtocolError,
+    RowRange,
+    SequenceOp,
+    StepPlan,
+)
 from lamina.workers.compute.attention_client import MissingKvError
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
@@ -153,9 +162,9 @@ def test_what_is_not_there_is_told_by_whoever_is_asked(sequence: int, count: int
         workers[1].fetch(FetchPrefix(5, 0, count, 0, sequence))
 
 
-def test_half_a_block_is_no_beginning() -> None:
-    with met(2) as workers, pytest.raises(ProtocolError, match="whole blocks"):
-        workers[1].fetch(FetchPrefix(5, 0, 10, 0, 1))
+def test_a_fetch_begins_with_a_block() -> None:
+    with met(2) as workers, pytest.raises(ProtocolError, match="does not begin with a block"):
+        workers[1].fetch(FetchPrefix(5, 10, 16, 0, 1), [New(5), PrefillGrant(5, 0, 10, 0, 1)])
 
 
 def test_nobody_is_fetched_from_who_is_not_there() -> None:

@@ -127,14 +127,15 @@ def connected(partition: str, workers: int, low: int = 0, **fields: Any) -> Iter
 
 @pytest.mark.no_retry
 @pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("count", [STORED, STORED - 6], ids=["whole blocks", "a part of the last block"])
 @pytest.mark.parametrize("low", [0, 1], ids=["all layers", "a stage"])
 @pytest.mark.parametrize(("partition", "workers"), [("head", 2), ("head", 3), ("token", 2), ("request", 2)])
 def test_what_memory_workers_send_has_the_same_bits(
-    partition: str, workers: int, low: int, fields: dict[str, Any]
+    partition: str, workers: int, low: int, count: int, fields: dict[str, Any]
 ) -> None:
     with connected(partition, workers, low, **fields) as pools:
-        pools.plan([PrefillGrant(1, STORED, 3, 0, 5, pools.place, STORED)], 1)
-        assert pools.fetch(0, STORED) == sum(
+        pools.plan([PrefillGrant(1, count, 3, 0, 5, pools.place, count)], 1)
+        assert pools.fetch(0, count) == sum(
             x[0].nbytes * (STORED // BLOCK) for layer in pools.store.layers for piece in layer for x in piece.kv.tensors
         )
         for own, (piece,) in enumerate(pools.store.layers):

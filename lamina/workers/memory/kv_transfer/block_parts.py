@@ -76,10 +76,12 @@ def integers(store: KvStore, layer: int, piece: int, heads: tuple[int, int] | No
 
 
 def whole_blocks(store: KvStore, sequence: int, first: int, count: int) -> list[Sequence[int]] | None:
-    """Return, by group, the blocks of tokens ``first .. first + count``; None if some are missing, or not whole."""
+    """Return, by group, the blocks of tokens ``first .. first + count``; None if some are missing, or the first one is
+    not whole. Rows that follow write the rest of the last one.
+    """
     tables = store.tables
-    low, high = first // tables.block_size, (first + count) // tables.block_size
-    if first < 0 or count <= 0 or first % tables.block_size or count % tables.block_size or any(tables.windows):
+    low, high = first // tables.block_size, -(-(first + count) // tables.block_size)
+    if first < 0 or count <= 0 or first % tables.block_size or any(tables.windows):
         return None
     with suppress(PlanError):
         if tables.length(sequence) >= first + count:

@@ -1,12 +1,17 @@
 """Replies to prefill workers that fetch the beginning of a prompt from this memory worker.
 
 The plan that grants the prompt's first chunk says which stored tokens its prefill worker fetches. The prefill worker
-asks for them on a channel of its own. It receives whole blocks, layer by layer, while this worker serves rounds.
+asks for them on a channel of its own. It receives whole blocks, layer by layer, while this worker serves rounds. Of
+tokens that are still being loaded, it receives each layer as soon as that is there. If the load fails, it gets whatever
+the blocks contain, and the driver discards what it computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
 
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.prefix_fetch import StoredPrefixRequest
@@ -21,8 +26,10 @@ from lamina.protocol.step_plan import (
     decode,
 )
 from lamina.workers.memory.kv_store import KvStore
+from lamina.workers.memory.offload.kv_load import KvLoader, PageLoad
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.runtime import RUNTIME, Runtime
+from lamina.workers.staging import Staging
 
 from .block_parts import block_parts, gather, max_block_bytes, whole_blocks
 from .peer_links import PeerLinks
@@ -47,7 +54,8 @@ class PrefixReplies:
     ) -> None:
         """``links``: to all prefill workers; opened here."""
         self._store, self._meter, self._trace, self._epoch = store, meter, trace, epoch
-        self._offers: dict[int, tuple[PrefillGrant, list[Sequence[int]]]] = {}  # by sequence: its blocks, by group
+        self._offers: dict[int, _Offer] = {}  # by sequence
+        self.loads: KvLoader | None = None  # set before ``begin`` if pages are loaded
         self._changed = around.condition()  # protects them
         each = inbox(max_block_bytes(store))
         links.open(SILENCE_S, CONNECT_S, CONNECT_S, self.answer, (each, each), store.device)
@@ -64,7 +72,8 @@ class PrefixReplies:
                     continue  # the request is refused
                 self._store.staging.record_event()()  # the device has written them
                 with self._changed:
-                    self._offers[op.sequence] = op, ids
+                    load = self.loads.load_of(op.sequence) if self.loads else None
+                    self._offers[op.sequence] = _Offer(op, ids, load)
                     self._changed.notify_all()
 
     def answer(self, data: bytes) -> Iterator[TransferPart]:
@@ -75,13 +84,29 @@ class PrefixReplies:
         with self._changed:
             self._changed.wait_for(lambda: ask.sequence in self._offers, PLAN_WAIT_S)
             offer = self._offers.get(ask.sequence)
-        if offer is None or (offer[0].first, offer[0].num_fetched) != (ask.first + ask.count, ask.count):
+        if offer is None or (offer.op.first, offer.op.num_fetched) != (ask.first + ask.count, ask.count):
             raise TransferRefusedError(f"no plan lets a prefill worker fetch this: {ask}")
+
+        def gather_loaded(stored: Tensor, ids: Sequence[int], message: Tensor, staging: Staging) -> None:
+            if offer.load is not None and self.loads is not None:
+                self.loads.wait_for_reply(offer.load, layer)
+            gather(stored, ids, message, staging)
+
         for layer in range(ask.first_layer, ask.last_layer):
             for number, piece in enumerate(store.layers[layer]):
-                for part in block_parts(store, layer, number, offer[1][piece.group], gather):
+                for part in block_parts(store, layer, number, offer.ids[piece.group], gather_loaded):
                     begun = self._trace.now()
                     yield part
                     self._meter.add("bytes_sent", part.nbytes)
-                    key = MessageKey(MessageKind.KV, offer[0].step, epoch=self._epoch, layer=layer)
-                    self._trace.add(Event.LEND, begun, key, layer, offer[0].worker, part.nbytes)
+                    key = MessageKey(MessageKind.KV, offer.op.step, epoch=self._epoch, layer=layer)
+                    self._trace.add(Event.LEND, begun, key, layer, offer.op.worker, part.nbytes)
+
+
+class _Offer(NamedTuple):
+    """Tokens that a grant lets a prefill worker fetch. ``ids``: their blocks, by layer group. ``load``: of these
+    tokens, if it is still under way.
+    """
+
+    op: PrefillGrant
+    ids: list[Sequence[int]]
+    load: PageLoad | None

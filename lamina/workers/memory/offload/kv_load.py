@@ -4,6 +4,9 @@ A sequence may have its first rows while it is loaded, after it is reported as r
 layer k + 1 is loaded while rows go through layer k. A round waits for a layer only right before that layer. For all
 layers of a load it waits at most LATE_LOAD_S, then continues with whatever the blocks contain. The driver is notified
 that the pages were not loaded, and discards the tokens that these rows have drawn.
+
+A prefill worker that fetches the KV of such a sequence gets each layer as soon as it is loaded (kv_transfer.
+prefix_replies). No round waits for that.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -32,7 +36,8 @@ from .page_fragments import PageBlocks, StoreFragments
 
 log = logging.getLogger(__name__)
 PageReader = Callable[[bytes, Mapping[PageFragment, memoryview]], None]
-LATE_LOAD_S = 5.0  # seconds for all layers of one load together, of waits by rows
+# Seconds for all layers of one load together, of waits by rows; or without a further layer, of waits by replies.
+LATE_LOAD_S = 5.0
 
 
 class LoadResult(NamedTuple):
@@ -106,6 +111,19 @@ class PageLoad:
                 self._since = time.monotonic()
             return self.changed.wait_for(lambda: self.layers > layer, patience_s)
 
+    def wait_for_progress(self, layer: int, patience_s: float) -> bool:
+        """Wait for ``layer``, and return whether it is loaded: False after ``patience_s`` seconds without a further
+        layer.
+        """
+        with self.changed:
+            while (before := self.layers) <= layer:
+                if not self.changed.wait_for(partial(self._is_past, before), patience_s):
+                    return False
+            return True
+
+    def _is_past(self, layers: int) -> bool:
+        return self.layers > layers
+
     @property
     def waited_s(self) -> float:
         """The seconds that rows have waited for layers, all waits together."""
@@ -172,6 +190,10 @@ class KvLoader:
         first = number * PAGE
         return self._atoms.locate(op.sequence, op.first + first, op.location, min(PAGE, op.count - first))
 
+    def load_of(self, sequence: int) -> PageLoad | None:
+        """Return the load of a sequence; None if there is none."""
+        return self._under_way.get(sequence)
+
     def needed_by(self, plan: StepPlan) -> list[PageLoad]:
         """Return the loads whose layers the rows of a plan need."""
         if not self._under_way:
@@ -189,9 +211,20 @@ class KvLoader:
                 self._give_up_load(load, layer)
         return True
 
+    def wait_for_reply(self, load: PageLoad, layer: int) -> None:
+        """Wait on a thread that replies until ``layer`` is loaded. Abandons the load if LATE_LOAD_S bring none."""
+        if not load.wait_for_progress(layer, LATE_LOAD_S):
+            self._give_up_load(load, layer)
+
+    def settle(self, sequence: int) -> None:
+        """Collect the load of a sequence, of which all layers were waited for; its end may follow at once."""
+        if (load := self._under_way.get(sequence)) is not None:
+            load.wait_for_progress(len(self._store.layers) - 1, LATE_LOAD_S)
+            self.collect()
+
     def _give_up_load(self, load: PageLoad, layer: int) -> None:
         with self._lock:
-            if load.is_over:
+            if load.is_over or self._cancelled:
                 return
             load.mark_all_missing(
                 f"layer {layer} of sequence {load.sequence} was not there when rows had waited {LATE_LOAD_S:g} s"
@@ -213,6 +246,8 @@ class KvLoader:
         self._queue.put(None)
         with self._lock:
             self._cancelled = True
+        for load in self._under_way.values():  # no reply waits on
+            load.on_layers_loaded(len(self._store.layers))
 
     def _run(self) -> None:
         staging = open_staging(self._store.device)

@@ -176,7 +176,7 @@ class PageTransfers:
 
     def _check(self, plan: StepPlan) -> None:
         begun = self.loader.sequences
-        loading = set(begun)
+        loading, closed = set(begun), {sequence for sequence in begun if self.loader.is_gated(sequence)}
         saving = dict[int, int]()  # sequence -> tokens, up to the end of its saves
         for task in self.saves:
             saving[task.op.sequence] = max(saving.get(task.op.sequence, 0), task.op.first + task.op.count)
@@ -194,6 +194,7 @@ class PageTransfers:
                 last = op.transfer_id
                 if isinstance(op, LoadKv):
                     loading.add(op.sequence)
+                    closed.add(op.sequence)
                 else:
                     saving[op.sequence] = max(saving.get(op.sequence, 0), op.first + op.count)
             elif isinstance(op, Free | Truncate | ContextShift) and op.sequence in loading:
@@ -202,10 +203,10 @@ class PageTransfers:
                 raise PlanError(f"sequence {op.source} is forked while it is loaded")
             elif isinstance(op, DropBlocks) and op.sequence in loading:
                 raise PlanError(f"sequence {op.sequence} loses K and V while it is loaded")
-            elif isinstance(op, PrefillGrant) and (op.sequence in loading or op.sequence in saving):
+            elif isinstance(op, PrefillGrant) and (op.sequence in closed or op.sequence in saving):
                 raise PlanError(f"sequence {op.sequence} is granted K and V while it is loaded or saved")
         for row in plan.rows:
-            if row.sequence in loading and (row.sequence not in begun or self.loader.is_gated(row.sequence)):
+            if row.sequence in closed:
                 raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} while it is loaded")
             if row.first < saving.get(row.sequence, 0) or (row.sequence in saving and self._gives_back):
                 raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} where it is saved")
