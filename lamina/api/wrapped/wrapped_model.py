@@ -143,7 +143,7 @@ class WrappedModel:
     def __getattr__(self, name: str) -> Any:
         if name in _READ:
             return getattr(self.model, name)
-        raise AttributeError(f"a wrapped model has no {name!r}: it may be one of split.model, the model itself")
+        raise AttributeError(f"a wrapped model has no {name!r}: try split.model.{name}, of the model itself")
 
     def generate(self, *args: Any, **settings: Any) -> Any:
         """Continue ``input_ids`` [batch, length] int64 as transformers' ``generate`` does: arguments, defaults, errors

@@ -257,7 +257,7 @@ def test_filters_leave_what_transformers_leaves(model: Any, wrapped: Any) -> Non
 
 def test_a_wrapped_model_bears_the_name_of_the_model_and_says_what_it_is(model: Any, wrapped: Any) -> None:
     assert type(wrapped).__name__ == "LlamaForCausalLM"
-    with pytest.raises(AttributeError, match="no 'resize_token_embeddings': it may be one of split.model"):
+    with pytest.raises(AttributeError, match="no 'resize_token_embeddings': try split.model.resize_token_embeddings"):
         wrapped.resize_token_embeddings(5)
     with pytest.raises(ValueError, match=r"stays where it is, on cpu in torch.float32: .* model.to\(torch.float16\)"):
         wrapped.to(torch.float16)

@@ -55,7 +55,7 @@ def test_the_table_has_each_transport_and_says_of_each_whether_others_can_read_i
     from lamina.netstack.rdma.verbs import VerbsFabric
     from lamina.netstack.schemes import SCHEMES
 
-    table = TEXT.partition("| transport | its peer is")[2].partition("\n\n")[0]
+    table = TEXT.partition("| transport | peers are")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     encrypted = {(scheme, "beyond" in row[0]): row[3] for row in rows for scheme in re.findall(r"`([\w-]+)", row[0])}
     assert {scheme for scheme, _ in encrypted} >= {*SCHEMES}

@@ -53,7 +53,7 @@ FEATURES["Lengths"] = {
     "max_time (not reached)": single(max_time=600.0),
 }
 FEATURES["Prompts"] = {
-    "inputs (by place)": lambda m, d: m.generate(d.ids, max_new_tokens=NEW),
+    "inputs (positional)": lambda m, d: m.generate(d.ids, max_new_tokens=NEW),
     "inputs (by name)": lambda m, d: m.generate(inputs=d.ids, max_new_tokens=NEW),
     "input_ids": lambda m, d: m.generate(input_ids=d.ids, max_new_tokens=NEW),
     "inputs and input_ids": lambda m, d: m.generate(d.ids, input_ids=d.ids, max_new_tokens=NEW),
@@ -114,16 +114,18 @@ FEATURES["Logits"] = {
     "guidance_scale, negative_prompt_ids": lambda m, d: d.one(m, guidance_scale=2.0, negative_prompt_ids=d.ids[:, :3]),
     "watermarking_config": batched(watermarking_config=WatermarkingConfig(bias=4.0)),
     "watermarking_config (a dict)": batched(watermarking_config={"bias": 4.0, "greenlist_ratio": 0.3}),
-    "logits_processor (an own one)": processor(),
+    "logits_processor (a custom one)": processor(),
     "logits_processor (a function)": batched(logits_processor=[odd]),
-    "logits_processor, filtered end": lambda m, d: d.all(m, logits_processor=[odd], eos_token_id=[7, 9, 11, 13]),
+    "logits_processor, several eos_token_id": lambda m, d: d.all(
+        m, logits_processor=[odd], eos_token_id=[7, 9, 11, 13]
+    ),
     "logits_processor with others": processor(no_repeat_ngram_size=2, repetition_penalty=1.2),
     "logits_processor=[]": batched(logits_processor=[]),
     "logits_processor that raises": raises,
     "logits_processor that calls generate": within_a_processor,
     "logits_processor of 5": batched(logits_processor=5),
 }
-FEATURES["Draws"] = {
+FEATURES["Sampling"] = {
     "do_sample": drawn(),
     "temperature": drawn(temperature=0.4),
     "temperature=0": single(do_sample=True, temperature=0.0),
@@ -151,10 +153,10 @@ FEATURES["Draws"] = {
     "do_sample and bad_words_ids": batched(do_sample=True, bad_words_ids=[[40], [41]]),
     "do_sample and no_repeat_ngram_size": batched(do_sample=True, no_repeat_ngram_size=2, num_return_sequences=2),
 }
-FEATURES["Ends"] = {
+FEATURES["Stopping"] = {
     "stopping_criteria": stop(),
     "stopping_criteria=[]": batched(stopping_criteria=[]),
-    "stopping_criteria (one that is there already)": lambda m, d: d.one(m, stopping_criteria=shorter(d)),
+    "stopping_criteria (MaxLengthCriteria)": lambda m, d: d.one(m, stopping_criteria=shorter(d)),
     "stop_strings": lambda m, d: d.one(m, stop_strings="=", tokenizer=d.tokenizer, max_new_tokens=16),
     "stop_strings (a list)": lambda m, d: d.all(m, stop_strings=["=", "ss"], tokenizer=d.tokenizer, max_new_tokens=12),
     "stop_strings without tokenizer": single(stop_strings="="),
@@ -171,7 +173,7 @@ FEATURES["What comes back"] = {
     "output_scores, output_logits and processors": as_dict(
         "sequences", "scores", "logits", output_scores=True, output_logits=True, repetition_penalty=1.3, eos_token_id=9
     ),
-    "output_scores, drawn": as_dict("sequences", "scores", output_scores=True, do_sample=True, top_k=5),
+    "output_scores, sampled": as_dict("sequences", "scores", output_scores=True, do_sample=True, top_k=5),
     "output_scores without a dict": batched(output_scores=True),
     "compute_transition_scores": transitions,
     "past_key_values of the dict": lambda m, d: type(d.one(m, return_dict_in_generate=True).past_key_values).__name__,
@@ -184,7 +186,7 @@ FEATURES["What comes back"] = {
 }
 FEATURES["Streams"] = {
     "streamer": stream(),
-    "streamer, drawn": stream(do_sample=True, top_k=1),
+    "streamer, sampled": stream(do_sample=True, top_k=1),
     "streamer and processors": stream(no_repeat_ngram_size=2),
     "streamer of a batch": streamed_batch,
     "TextStreamer": text_streamer,
@@ -202,7 +204,7 @@ FEATURES["Caches"] = {
     "max_cache_len": batched(cache_implementation="static", max_cache_len=64),
     "logits_to_keep": batched(logits_to_keep=1),
 }
-FEATURES["Ways to search"] = {
+FEATURES["Search"] = {
     "num_beams=1": batched(num_beams=1),
     "num_beams": batched(num_beams=2),
     "num_beams and do_sample": batched(num_beams=2, do_sample=True),
