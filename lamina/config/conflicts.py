@@ -305,8 +305,6 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--kv-checks": "they omit states",
         }.items()
     },
-    (RESIZE, HYBRID_MODEL): "states cannot move yet",
-    (REWEIGH, HYBRID_MODEL): "states cannot move yet",
     (SCALE, "--lending borrow.max"): "loans add and remove memory workers",
     (SCALE, "--lending lend.share"): "loans add and remove memory workers",
     **{

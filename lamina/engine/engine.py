@@ -24,7 +24,7 @@ from lamina.scheduler.sessions.session_table import SessionName, Sessions
 from lamina.scheduler.surviving_kv import StateReports, SurvivingTokens, num_stored_tokens
 
 from .feature import EngineFeature
-from .hybrid_model import options_for_model
+from .hybrid_model import forget_states, options_for_model
 from .intake import RequestIntake, check_structure
 from .request import ActiveRequests, DecodeToken, IncrementalDetokenizer, Request
 from .scheduler_factory import (
@@ -359,5 +359,6 @@ class Engine:
         keep = self.scheduler.roll_back(steps.values(), kept.count)
         if change.capacity:
             self.worker_info = msgspec.structs.replace(self.worker_info, **change.capacity._asdict())
+            forget_states(self.scheduler, self.config, self.worker_info)
             keep = self.scheduler.adopt_blocks(new_block_tables(self.worker_info), keep, change.new_shards)
         return keep

@@ -15,6 +15,7 @@ from lamina.observe.trace import Recorder
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.capacity import Capacity, num_usable_blocks
 from lamina.protocol.control import ComputeReady
+from lamina.protocol.mixers import versions_of_sequence
 from lamina.protocol.prefill_stages import max_grants_in_flight
 from lamina.protocol.prefix_fetch import prompt_cache_tokens
 from lamina.protocol.sparse_layers import max_kept_tokens
@@ -66,7 +67,13 @@ def new_block_tables(info: ComputeReady) -> BlockTables:
 
 
 def check_kv_capacity(scheduler: Scheduler, info: ComputeReady, capacity: Capacity) -> None:
-    """Raises ValueError if memory workers of ``capacity`` have no room for the KV of all running sequences."""
+    """Raises ValueError if memory workers of ``capacity`` have no room for KV or states of all running sequences."""
+    versions = info.bind.state_versions if info.bind else 0
+    if capacity.state_shards and capacity.state_slots < scheduler.num_unfinished * versions:
+        raise ValueError(
+            f"memory workers would have room for {capacity.state_slots} recurrent states, and "
+            f"{scheduler.num_unfinished} running sequences may have {versions} each: wait until some have ended"
+        )
     if lacking := scheduler.sequences_without_room(new_block_tables(structs.replace(info, **capacity._asdict()))):
         raise ValueError(
             f"the KV of {lacking} running sequences would have no room: take more --memory-workers, or wait until some "
@@ -157,7 +164,7 @@ def _features(
         SessionCache(prefixes, tables, tier),
         tier,  # saves pages before evictions drop their blocks
         BlockSelection() if config.kv.is_sparse else None,
-        _recurrent_states(info, prefixes),
+        _recurrent_states(config, info, prefixes),
         _evictions(config, info),
         PrefillPlacement(prefill, prefixes) if prefill else None,
         KvMigration(tables, allocator, prefixes, ranks) if config.migrates_kv and not info.state_shards else None,
@@ -166,10 +173,11 @@ def _features(
     return [feature for feature in table if feature is not None]
 
 
-def _recurrent_states(info: ComputeReady, prefixes: PrefixCache) -> RecurrentStates | None:
+def _recurrent_states(config: EngineConfig, info: ComputeReady, prefixes: PrefixCache) -> RecurrentStates | None:
     if not isinstance(prefixes, HybridPrefixCache):
         return None
-    return RecurrentStates(prefixes, StateLedger(info.state_shards, info.state_slots))
+    versions = versions_of_sequence(config.topology.max_batches)
+    return RecurrentStates(prefixes, StateLedger(info.state_shards, info.state_slots, versions))
 
 
 def _explain(slo_admission: SloAdmission, info: ComputeReady) -> None:

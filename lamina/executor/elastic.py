@@ -106,7 +106,7 @@ class MemoryResizer:
         topology, binds = self._workers.topology, self._workers.memory_binds
         if topology.may_borrow:
             raise ValueError(conflict_text(SCALE, topology.loan_flag))
-        check_resizable(self._config, same=bool(weights), has_states=any(bind.mixers for bind in binds))
+        check_resizable(self._config, same=bool(weights))
         size = topology.tensor_parallel_size
         if count < 1 or count % size:
             raise ValueError(f"--memory-workers {count}: it must be a multiple of --tensor-parallel-size {size}")
@@ -242,7 +242,7 @@ class MemoryResizer:
         if self._exits is not None:
             self._exits.finish()
         self._exits, self._workers.moves_stripes = None, self._config.migrates_stripes
-        partitions = [bind.partition for bind in self._workers.memory_binds]
+        had = list(self._workers.memory_binds)
         for member in before:
             self._registry.remove(member)
         for index, member in enumerate(after):
@@ -250,9 +250,7 @@ class MemoryResizer:
             self._registry.append(member)
         self._workers.set_topology(change.topology, [[b.kv_bytes for b in r] for r in change.binds], coming)
         self.moves = [
-            x
-            for r in range(size)
-            for x in self._orders(before[r::size], after[r::size], partitions[r], change.binds[r])
+            x for r in range(size) for x in self._orders(before[r::size], after[r::size], had[r], change.binds[r])
         ]
         log.info("memory workers: %d -> %d", len(before), len(after))
         return change.capacity
@@ -354,7 +352,7 @@ class MemoryResizer:
         self._coming, self.change, self._leaving, self._leaving_members, self.dismissed = {}, None, [], [], {}
 
     def _orders(
-        self, before: list[RegisteredWorker], after: list[RegisteredWorker], partition: Any, binds: list[BindRequest]
+        self, before: list[RegisteredWorker], after: list[RegisteredWorker], had: BindRequest, binds: list[BindRequest]
     ) -> list[tuple[RegisteredWorker, Reshard]]:
         """Return the messages to one rank's workers, without the surviving KV."""
         peers = before + [m for m in after if m not in before]
@@ -368,7 +366,7 @@ class MemoryResizer:
                 Reshard(
                     epoch=0,
                     bind=binds[after.index(member)] if member in after else None,
-                    before=partition,
+                    before=had.partition,
                     after=binds[0].partition,
                     surviving=[],
                     peers=visible_addresses(addresses[me], addresses),
@@ -376,6 +374,8 @@ class MemoryResizer:
                     sources=[peers.index(m) for m in before],
                     targets=[peers.index(m) for m in after],
                     timeout_s=self._config.deadlines.step_timeout_s,
+                    states_before=[mixer.shares for mixer in had.mixers],
+                    states_after=[mixer.shares for mixer in binds[0].mixers],
                 ),
             )
             for me, member in enumerate(peers)

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 
 from msgspec import structs
 
-from lamina.config.conflicts import HYBRID_MODEL, RESIZE, REWEIGH, conflict_text, conflicts_of
+from lamina.config.conflicts import RESIZE, REWEIGH, conflicts_of
 from lamina.config.engine_config import EngineConfig
+from lamina.config.partition import state_shares
 from lamina.config.topology import TopologyOptions
 from lamina.protocol.capacity import partition_of
 from lamina.protocol.control import Address, TransferPeer
@@ -22,14 +23,11 @@ class ResizeNeedsRestartError(ValueError):
     """A change of workers is possible only if all of them are restarted; the text names the reason."""
 
 
-def check_resizable(config: EngineConfig, *, same: bool = False, has_states: bool = False) -> None:
+def check_resizable(config: EngineConfig, *, same: bool = False) -> None:
     """Raise ResizeNeedsRestartError if memory workers can come or go only with a new start of all. With ``same``: if
-    the present ones cannot get other weights. ``has_states``: whether the model has recurrent layers.
+    the present ones cannot get other weights.
     """
-    change = REWEIGH if same else RESIZE
-    if has_states:
-        raise ResizeNeedsRestartError(conflict_text(change, HYBRID_MODEL))
-    for reason in conflicts_of(change, config):
+    for reason in conflicts_of(REWEIGH if same else RESIZE, config):
         raise ResizeNeedsRestartError(reason)
 
 
@@ -90,11 +88,16 @@ def binds_of(
     weights = wanted.of_rank(wanted.normalized_weights, rank)
     partition = partition_of(wanted.partition, first.layers, weights, first.max_model_len)
     others = structs.replace(first.kv, attention=backend)
+    mixers = [
+        structs.replace(x, shares=state_shares(wanted.partition, partition, x.shares[-1].head_stop, weights))
+        for x in first.mixers
+    ]
     return [
         structs.replace(
             first,
             worker=worker,
             partition=partition,
+            mixers=mixers,
             kv=others if worker else first.kv,
             kv_bytes=asked or int(had * weight / sum(weights)),
         )
@@ -109,6 +112,7 @@ def check_capacity(binds: Sequence[BindRequest], more: int = 0) -> list[BindRepl
     # These need torch, which a process that only starts workers does not load.
     from lamina.workers.compute.kv_capacity import check_longest_sequence
     from lamina.workers.memory.kv_store import store_shape
+    from lamina.workers.memory.state_store import num_slots, state_shards
 
     forms = [store_shape(bind, bind.kv_bytes) for bind in binds]
     bounds = [
@@ -119,6 +123,8 @@ def check_capacity(binds: Sequence[BindRequest], more: int = 0) -> list[BindRepl
             stripe_blocks=f.stripe_blocks,
             single_shard=bind.partition.single_shard,
             num_blocks=f.num_blocks,
+            state_shards=state_shards(bind),
+            state_slots=num_slots(bind, bind.kv_bytes),
         )
         for bind, f in zip(binds, forms, strict=True)
     ]

@@ -130,10 +130,7 @@ def merged_ready(readies: Sequence[ComputeReady], topology: TopologyOptions) -> 
         )  # fmt: skip
     if len(ranks) > 1:
         log.info("--collective %s: %s", topology.collective, ranks[0].summary["collective"])
-    capacities = [
-        Capacity(r.windows, r.kv_shards, r.stripe_blocks, r.single_shard, r.sparse, r.num_blocks, r.holders)
-        for r in ranks
-    ]
+    capacities = [Capacity(*(getattr(ready, field) for field in Capacity._fields)) for ready in ranks]
     prefill = readies[len(readies) - topology.prefill_workers :]
     if (numbers := [len(ready.prefill_stores) for ready in prefill]) != [1] * len(prefill):
         raise ProtocolError(f"prefill workers have {numbers} stores of prompts, and not one each")

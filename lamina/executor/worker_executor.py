@@ -241,9 +241,13 @@ class WorkerExecutor:
 
     def _resume_workers(self, keep: Sequence[SurvivingKv]) -> None:
         ready = self.supervisor.resume([structs.replace(each, previous_location=None) for each in keep])
-        if (ready.num_blocks, ready.kv_shards) != (self.ready.num_blocks, self.ready.kv_shards):
-            blocks, had = ready.num_blocks, self.ready.num_blocks
-            raise WorkersLostError(f"memory workers have {blocks} KV blocks in place of {had} after a loss", [])
+        shape, had = ((x.num_blocks, x.state_slots, x.kv_shards, x.state_shards) for x in (ready, self.ready))
+        if shape != had:
+            raise WorkersLostError(
+                f"memory workers have {shape[0]} KV blocks and {shape[1]} states in place of {had[0]} and {had[1]} "
+                f"after a loss",
+                [],
+            )
         self._read_clocks()
         self._expect_nothing()
         self.ready = ready

@@ -23,6 +23,9 @@ class Capacity(NamedTuple):
     sparse: list[bool]
     num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
+    # Memory worker -> KV shards whose sequences have recurrent states there, None for none; empty: the model has none.
+    state_shards: Sequence[KvShards | None] = ()
+    state_slots: int = 0  # versions of states that each of these workers can hold
 
 
 def partition_of(name: str, layers: Sequence[LayerShape], weights: Sequence[float], max_len: int) -> Partition:
@@ -49,6 +52,8 @@ def combined_capacity(bounds: Sequence[BindReply], number: Callable[[int], int] 
             b.sparse,
             [[n] for n in b.num_blocks],
             [[number(worker)] for _ in b.windows],
+            [b.state_shards],
+            b.state_slots,
         )
         for worker, b in enumerate(bounds)
     ]
@@ -65,6 +70,7 @@ def capacity_of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
             blocks, workers = groups.setdefault(key, ([], []))
             blocks += counts
             workers += holders
+    states = [shards for each in zip(*(rank.state_shards for rank in ranks), strict=True) for shards in each]
     return Capacity(
         [window for window, _, _ in groups],
         [lanes for _, lanes, _ in groups],
@@ -73,4 +79,6 @@ def capacity_of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
         [sparse for _, _, sparse in groups],
         [blocks for blocks, _ in groups.values()],
         [workers for _, workers in groups.values()],
+        states if any(states) else [],
+        min((rank.state_slots for rank in ranks if any(rank.state_shards)), default=0),
     )

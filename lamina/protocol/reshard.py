@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from lamina.config.engine_config import CHUNK_TOKENS
-from lamina.config.partition import KvShards, Partition, Piece
+from lamina.config.partition import HeadShare, KvShards, Partition, Piece
 
 from .blocks.extents import Extents
 from .control import Address
@@ -66,6 +66,9 @@ class Reshard(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):
     sources: list[int]  # worker of ``before`` -> its index in ``peers``
     targets: list[int]  # worker of ``after`` -> its index in ``peers``
     timeout_s: float  # limit of silence of a peer
+    # Of each recurrent layer: who had which heads' states, and who is to have them.
+    states_before: list[list[HeadShare]] = []
+    states_after: list[list[HeadShare]] = []
 
 
 class RebuildKv(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
@@ -103,6 +106,38 @@ class HeadTransfer(NamedTuple):
     head_start: int
     head_stop: int
     blocks: dict[int, list[int]]
+
+
+class StateTransfer(NamedTuple):
+    """States of heads ``head_start .. head_stop`` of a recurrent layer that move. ``versions``: sequence -> numbers of
+    tokens in them.
+    """
+
+    source: int
+    target: int
+    head_start: int
+    head_stop: int
+    versions: dict[int, list[int]]
+
+
+def state_transfers(
+    before: Sequence[HeadShare], after: Sequence[HeadShare], keep: Sequence[SurvivingKv]
+) -> Iterator[StateTransfer]:
+    """Yield the moves of a recurrent layer's states, in the same order on all workers."""
+    for a in before:
+        for b in after:
+            start, stop = max(a.head_start, b.head_start), min(a.head_stop, b.head_stop)
+            moves = dict[tuple[int, int], dict[int, list[int]]]()
+            for each in keep if start < stop else ():
+                was = each.location if each.previous_location is None else each.previous_location
+                ends = _owner(a, was), _owner(b, each.location)
+                moves.setdefault(ends, {})[each.sequence] = sorted({each.length, *each.snapshots})
+            for (source, target), versions in sorted(moves.items()):
+                yield StateTransfer(source, target, start, stop, versions)
+
+
+def _owner(share: HeadShare, location: KvLocation) -> int:
+    return share.owners[location.kv_shard if len(share.owners) > 1 else 0]
 
 
 class HeadTransfers:

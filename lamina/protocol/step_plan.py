@@ -475,9 +475,11 @@ class BindRequest(msgspec.Struct, frozen=True, kw_only=True):
     parity: bool = False  # only store K and V: no Q comes, and no O is sent
     mixers: list[MixerShape] = []  # the recurrent layers
     exchanges: list[Exchange] = []  # in their order; empty: of each layer one, with its attention
-    # Versions of sequences' states: the most that are wanted, in a part of ``kv_bytes``, and those of one sequence.
+    # Versions of sequences' states: the most that are wanted, in a part of ``kv_bytes``, and those of one sequence. The
+    # rest of ``kv_bytes`` is for the KV of ``num_sequences`` sequences, at most.
     state_slots: int = 0
     state_versions: int = 0
+    num_sequences: int = 0
 
     @property
     def unconnected(self) -> BindRequest:

@@ -44,7 +44,7 @@ class Admission:
         features: FeatureTable,
     ) -> None:
         self._accounting, self._allocator, self._chunk_policy = accounting, allocator, cuts
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._features = features
         self.next_id = 0
         self.lacks_blocks = False  # after ``admit``: whether the first waiting sequence waits for blocks
@@ -59,7 +59,7 @@ class Admission:
 
     def has_no_place(self, batches: Several[Batch]) -> bool:
         """Return whether as many sequences run as may run."""
-        return len(_running(batches)) >= self._max_num_seqs
+        return len(_running(batches)) >= self.max_num_seqs
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
         """Let waiting sequences join batches while all of their known tokens have room.

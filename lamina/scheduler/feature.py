@@ -199,8 +199,10 @@ class Feature:
     def roll_back(self, loss: Loss) -> None:
         """Drop all state of steps in flight. May distrust sequences, and must add retained KV to ``loss.kept``."""
 
-    def relocate(self, kept: Several[SurvivingKv]) -> None:
-        """After ``roll_back``, if the memory workers change: KV lies where ``kept`` says, and no other is left."""
+    def relocate(self, kept: list[SurvivingKv]) -> None:
+        """After ``roll_back``, if the memory workers change: KV lies where ``kept`` says, and no other is left. May
+        remove entries.
+        """
 
     def resume(self, ready: ComputeReady) -> None:
         """The workers have connected again, with their KV, and the engine continues."""

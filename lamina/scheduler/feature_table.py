@@ -113,7 +113,7 @@ class FeatureTable:
         for f in reversed(self._with["roll_back"]):
             f.roll_back(loss)
 
-    def relocate(self, kept: Several[SurvivingKv]) -> None:
+    def relocate(self, kept: list[SurvivingKv]) -> None:
         for f in self._with["relocate"]:
             f.relocate(kept)
 

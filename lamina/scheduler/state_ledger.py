@@ -14,8 +14,16 @@ from lamina.protocol.step_plan import StepPlan, SurvivingKv
 class StateLedger:
     """The versions of each set of KV shards: workers with states of the same sequences have equal ones."""
 
-    def __init__(self, shards: Iterable[KvShards | None], num_slots: int) -> None:
-        """``shards``: for each worker the KV shards whose sequences have states there. ``num_slots``: on each one."""
+    def __init__(self, shards: Iterable[KvShards | None], num_slots: int, versions: int = 1) -> None:
+        """``shards``: for each worker the KV shards whose sequences have states there. ``num_slots``: on each one.
+        ``versions``: of a running sequence, at most.
+        """
+        self._versions = versions
+        self.replace(shards, num_slots)
+
+    def replace(self, shards: Iterable[KvShards | None], num_slots: int) -> None:
+        """Count anew, for other memory workers, as if they had no states."""
+        self.max_running = num_slots // self._versions  # sequences that have room wherever they lie
         self._parts = [
             StateVersions(num_slots, lambda row, own=own: row.location.kv_shard in own)  # type: ignore[misc]
             for own in dict.fromkeys(shards)
@@ -40,6 +48,16 @@ class StateLedger:
         for part in self._parts:
             part.begin(plan)
             part.commit(plan.rows)
+
+    def adopt(self, kept: Iterable[SurvivingKv]) -> list[SurvivingKv]:
+        """Count the versions that come to new workers. Returns the sequences, in order, that have room for theirs."""
+        fitting = list[SurvivingKv]()
+        for each in kept:
+            if all(part.has_room(each) for part in self._parts):
+                fitting.append(each)
+                for part in self._parts:
+                    part.adopt([each])
+        return fitting
 
     def reconcile(self, keep: Several[SurvivingKv]) -> None:
         """Keep the versions that memory workers keep after a loss."""

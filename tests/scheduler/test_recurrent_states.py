@@ -217,3 +217,29 @@ def test_a_sequence_continues_at_the_newest_version_of_all_its_workers() -> None
     apart = StateReports(shards, [{1: [9]}, {}])
     assert apart.newest_common(SurvivingKv(1, 9, KvLocation(0))) == 9
     assert apart.newest_common(SurvivingKv(1, 9, KvLocation(1))) == 0
+
+
+def test_what_has_no_room_on_new_workers_is_left_behind_in_the_order_of_eviction() -> None:
+    halves = [KvShards((True, False)), KvShards((False, True))]
+    ledger = StateLedger([KvShards()], 8)
+    ledger.adopt([SurvivingKv(1, 9, snapshots=[4, 9])])
+    assert (ledger.has(1, 4), ledger.has(1, 9), ledger.has(1, 5)) == (True, True, False)
+    ledger.replace(halves, 3)
+    assert not ledger.has(1, 9)
+    kept = [SurvivingKv(n, 9, KvLocation(n % 2), snapshots=[4, 9]) for n in range(4)] + [SurvivingKv(4, 2)]
+    assert [each.sequence for each in ledger.adopt(kept)] == [0, 1, 4], "each half has room for three versions"
+
+
+def test_as_many_sequences_run_on_new_workers_as_have_room_for_all_their_versions() -> None:
+    scheduler = build(slots=3 * SEQUENCES)
+    prefixes = scheduler.features[HybridPrefixCache]
+    hits(scheduler, [*range(20, 32)])
+    for request in range(3):
+        ask(scheduler, request, [request, *SYSTEM], 9)
+    finish(scheduler, scheduler.schedule()[0])
+    keep = [*prefixes.retained(), *(SurvivingKv(s.id, s.num_computed_tokens) for s in scheduler.running)]
+    for versions, running in ((2, 3), (3, 2), (7, 1)):
+        prefixes.states = StateLedger([KvShards()], 7, versions)
+        kept = [*keep]
+        prefixes.relocate(kept)
+        assert [each.sequence for each in kept if not each.snapshots] == [s.id for s in scheduler.running][:running]

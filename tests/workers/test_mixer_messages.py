@@ -7,11 +7,15 @@ from itertools import pairwise
 import pytest
 import torch
 
+from lamina.config.engine_config import KVOptions
 from lamina.config.partition import HeadShare, by_head, by_request, state_shares
+from lamina.ops.recurrence.parts import Part
 from lamina.ops.recurrence.spec import RecurrenceSpec
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.mixers import MixerShape
-from lamina.protocol.step_plan import ProtocolError, RowRange
+from lamina.protocol.reshard import state_transfers
+from lamina.protocol.step_plan import BindRequest, LayerShape, ProtocolError, RowRange, SurvivingKv
+from lamina.workers.memory.state_store import bytes_of_version, num_slots
 from lamina.workers.mixer_messages import (
     ALIGNED,
     heads_of,
@@ -82,3 +86,65 @@ def test_partitions_by_tokens_and_shapes_that_contradict_themselves_are_refused(
             mixer_pieces([bad], 0)
     with pytest.raises(ProtocolError, match="not a recurrent layer"):
         mixer_pieces([MixerShape("{}", [], [], [])], 0)
+
+
+def bind(kv_bytes: int, **options: int) -> BindRequest:
+    """A Bind of one worker, for 4 sequences of 64 tokens: 65,536 bytes of KV and 20 versions at most."""
+    shape = mixer([HeadShare(0, SPEC.heads, [0])])
+    chosen = {"state_slots": 20, "state_versions": 3, "num_sequences": 4, "max_rows": 8, "max_model_len": 48, **options}
+    return BindRequest(
+        worker=0, partition=by_head([4], [1.0]), layers=[LayerShape(4, 4, 16, 16, "")], dtype="float32",
+        kv=KVOptions(block_size=16), kv_bytes=kv_bytes, mixers=[shape], **chosen,
+    )  # fmt: skip
+
+
+def test_a_later_epoch_has_room_for_as_many_states_as_the_first_one() -> None:
+    """The compute worker names KV and states apart at first, and then the bytes that each worker has."""
+    each, kv = bytes_of_version(bind(0)), 4 * 2 * 16 * 4 * 64 * 4
+    for slots in (3, 11, 20):
+        nbytes = kv + slots * each
+        found = {num_slots(bind(nbytes, max_kv_bytes=most), nbytes) for most in (0, kv, 2 * kv)}
+        assert found == {max(slots, min(20, nbytes // 2 // each))}
+    with pytest.raises(ValueError, match="memory worker 0: the states of one sequence take"):
+        num_slots(bind(0), 5 * each)
+
+
+@pytest.mark.parametrize("kind", ["head", "request"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4), (5, 1)])
+def test_moves_of_states_bring_each_head_to_its_new_owner_once(kind: str, before: int, after: int) -> None:
+    """States are the numbers of their places: what all workers of the other partition get must be whole again."""
+    rules, keep = {"head": by_head, "request": by_request}, list[SurvivingKv]()
+    shares = list[list[HeadShare]]()
+    for count in (before, after):
+        partition = rules[kind]([4], [1.0] * count)
+        shares.append(state_shares(kind, partition, SPEC.heads, [1.0] * count))
+    for sequence in range(4):
+        places = [KvLocation(sequence % len(share[0].owners)) for share in shares]
+        keep.append(SurvivingKv(sequence, 9, places[1], places[0], snapshots=[3]))
+    whole = {(k.sequence, n): torch.randn(SPEC.state_size) for k in keep for n in (3, 9)}
+    got = dict[tuple[int, int, int], torch.Tensor]()  # worker, sequence, tokens
+    for source, target, start, stop, versions in state_transfers(*shares, keep):
+        had, wanted = (_part_of(share, worker) for share, worker in zip(shares, (source, target), strict=True))
+        out, into = (Part.of(p.spec, start - p.first, stop - start) for p in (had, wanted))
+        for sequence, lengths in versions.items():
+            assert lengths == [3, 9]
+            for n in lengths:
+                state = got.setdefault((target, sequence, n), torch.full((wanted.spec.state_size,), torch.nan))
+                into.put_state(out.take_state(had.take_state(whole[sequence, n])), state)
+    for each in keep:
+        owners = {share.owners[each.location.kv_shard % len(share.owners)] for share in shares[1]}
+        for owner, n in ((owner, n) for owner in owners for n in (3, 9)):
+            expected = _part_of(shares[1], owner).take_state(whole[each.sequence, n])
+            there = torch.isfinite(got[owner, each.sequence, n])
+            assert int(there.sum()) == numbers_of(_part_of(shares[1], owner).spec), "all but what aligns"
+            assert torch.equal(got[owner, each.sequence, n][there], expected[there])
+    assert len(got) == sum(len({s.owners[k.location.kv_shard % len(s.owners)] for s in shares[1]}) * 2 for k in keep)
+
+
+def numbers_of(spec: RecurrenceSpec) -> int:
+    return (spec.width - 1) * spec.channels + spec.heads * spec.key_dim * spec.value_dim
+
+
+def _part_of(shares: list[HeadShare], worker: int) -> Part:
+    (share,) = [share for share in shares if worker in share.owners]
+    return Part.of(SPEC, share.head_start, share.head_stop - share.head_start)

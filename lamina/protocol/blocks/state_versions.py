@@ -98,15 +98,35 @@ class StateVersions:
         """Keep the last version and the snapshots of each sequence of ``keep``, and nothing else. Raises PlanError for
         one that is not here.
         """
-        kept = {
-            k.sequence: {k.length, *k.snapshots} for k in keep if self._is_here(RowRange(k.sequence, 0, 1, k.location))
-        }
+        kept = {k.sequence: {k.length, *k.snapshots} for k in keep if self._is_kept_here(k)}
         for sequence, versions in kept.items():
-            for tokens in sorted(versions):
-                if not self.has(sequence, tokens):
-                    raise PlanError(f"sequence {sequence}: its state after {tokens} tokens is not here")
+            self.slots_of(sequence, sorted(versions))
         left = {s: {t: slot for t, slot in own.items() if t in kept.get(s, ())} for s, own in self._slots.items()}
         self._set(left)
+
+    def has_room(self, keep: SurvivingKv) -> bool:
+        """Return whether ``adopt`` has room for one more sequence."""
+        return not self._is_kept_here(keep) or len({keep.length, *keep.snapshots}) <= len(self._free)
+
+    def adopt(self, keep: Iterable[SurvivingKv]) -> None:
+        """Hold the last version and the snapshots of more sequences, each in a slot of its own, as complete: they come
+        from other workers. Raises NoBlocksError.
+        """
+        for each in filter(self._is_kept_here, keep):
+            if not self.has_room(each):
+                raise NoBlocksError(f"the states of sequence {each.sequence} have no room: {self.num_free} are free")
+            own = self._slots[each.sequence] = {t: self._free.pop() for t in sorted({each.length, *each.snapshots})}
+            for slot in own.values():
+                self._holders[slot], self._complete[slot] = 1, True
+
+    def slots_of(self, sequence: int, versions: Iterable[int]) -> list[int]:
+        """Return the slots of complete versions. Raises PlanError for one that is not here."""
+        if missing := [tokens for tokens in versions if not self.has(sequence, tokens)]:
+            raise PlanError(f"sequence {sequence}: its state after {missing[0]} tokens is not here")
+        return [self._slots[sequence][tokens] for tokens in versions]
+
+    def _is_kept_here(self, keep: SurvivingKv) -> bool:
+        return self._is_here(RowRange(keep.sequence, 0, 1, keep.location))
 
     def _after(self, plan: StepPlan, *, is_replay: bool) -> dict[int, Slots]:
         """Return the slots of all sequences that a plan changes, new ones as UNWRITTEN. Raises PlanError."""

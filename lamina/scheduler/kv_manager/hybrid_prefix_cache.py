@@ -111,6 +111,13 @@ class HybridPrefixCache(PrefixCache):
         super().roll_back(loss)
         loss.kept[:] = [structs.replace(each, snapshots=self.snapshots_of(each.sequence)) for each in loss.kept]
 
+    def relocate(self, kept: list[SurvivingKv]) -> None:
+        """Leave out sequences whose states have no room on the new memory workers: each version takes a slot there."""
+        retained = {*self._retained()}
+        running = [each for each in kept if each.sequence not in retained][: self.states.max_running]
+        kept[:] = self.states.adopt([*running, *(each for each in kept if each.sequence in retained)])
+        super().relocate(kept)
+
     def _can_keep(self, length: int) -> bool:
         return bool(self._page) and length >= self._page and (self._exact or length % self._page == 0)
 

@@ -95,7 +95,7 @@ class KvMigration(Feature):
         loss.distrusted.update(self.unsure)
         self._copy, self.unsure, self._fails, self._stuck = None, {}, not self._ranks, False
 
-    def relocate(self, kept: Iterable[SurvivingKv]) -> None:
+    def relocate(self, kept: list[SurvivingKv]) -> None:
         """Forget the closed groups, since their memory workers have been removed."""
         self.closing_shards.clear()
 

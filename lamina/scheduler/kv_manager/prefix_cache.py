@@ -8,7 +8,7 @@ policy: no torch, no I/O; the clock is a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from itertools import chain, islice
 from typing import NamedTuple
@@ -319,9 +319,9 @@ class PrefixCache(Feature):
             else:
                 self.evict(number)
 
-    def relocate(self, surviving: Iterable[SurvivingKv]) -> None:
-        """After ``roll_back``: set the new places of retained sequences; those not in ``surviving`` are dropped."""
-        places = {each.sequence: each.location for each in surviving}
+    def relocate(self, kept: list[SurvivingKv]) -> None:
+        """After ``roll_back``: set the new places of retained sequences; those not in ``kept`` are dropped."""
+        places = {each.sequence: each.location for each in kept}
         for number in list(self._retained()):
             if number not in places:
                 self.evict(number)

@@ -7,6 +7,7 @@ from lamina.engine.evacuation import Evacuation
 from lamina.engine.scheduler_factory import check_kv_capacity, cordon, cordoned_workers
 from lamina.executor.memory_worker_slots import ResizeNeedsRestartError
 from lamina.executor.worker_executor import WorkerExecutor
+from lamina.scheduler.kv_manager.migration import KvMigration
 
 from .messages import CordonWorker, ScaleMemory, ScaleReply
 
@@ -33,7 +34,8 @@ def _scale(engine: Engine, pools: WorkerExecutor, wanted: ScaleMemory) -> ScaleR
             raise ValueError(f"memory worker {left[0]} is cordoned, and sequences would move to it: undo that first")
         change = pools.resizer.plan(wanted.memory_workers)
         check_kv_capacity(engine.scheduler, engine.worker_info, change.capacity)
-        exits = Evacuation(engine, gone) if engine.config.migrates_sequences and gone else None
+        migrates = engine.config.migrates_sequences and engine.scheduler.features.get(KvMigration) is not None
+        exits = Evacuation(engine, gone) if migrates and gone else None
         pools.resizer.begin(change, wanted.leaving_workers, leaves_by_itself=exits)
     except (ValueError, OSError) as error:
         return ScaleReply(error=str(error), in_place=not isinstance(error, ResizeNeedsRestartError))

@@ -55,6 +55,7 @@ def _kv_metrics(engine: Engine, pools: WorkerExecutor) -> Metrics:
     """Return metrics of preemptions, of the prefix cache, and of KV that was dropped, or lies or goes elsewhere."""
     scheduler, features, borrower = engine.scheduler, engine.scheduler.features, pools.borrower
     prefixes, tier, pruner = features[PrefixCache], features.get(OffloadIndex), features.get(BlockPruner)
+    migration = features.get(KvMigration)
     return {
         "num_preemptions": scheduler.num_preemptions,
         "prefix_cache_queries": prefixes.num_queried_tokens,
@@ -64,7 +65,7 @@ def _kv_metrics(engine: Engine, pools: WorkerExecutor) -> Metrics:
         "kv_evicted_by_sparsity_blocks": pruner.num_dropped if pruner else None,
         "spilled_blocks": _by_memory_worker(pools.ready.holders, scheduler.borrowed_blocks),
         "kv_migrated_bytes": pools.resizer.moved_bytes,
-        "kv_migrated_blocks": features[KvMigration].num_moved_blocks if engine.config.migrates_kv else None,
+        "kv_migrated_blocks": migration.num_moved_blocks if migration else None,
         "borrowed_bytes": borrower.by_creditor if borrower else None,
         "borrow_refused": borrower.refusals if borrower else None,
         "lent_blocks": borrower.lent_blocks if borrower else None,

@@ -336,6 +336,7 @@ class ComputeServer(ModelServer):
             exchanges=[*cut.recurrent.exchanges],
             state_slots=slots if mixers else 0,
             state_versions=versions,
+            num_sequences=start.batching.max_num_seqs if mixers else 0,
         )
 
 

@@ -290,8 +290,6 @@ class ModelServer:
             )._asdict(),
             block_size=self.start.kv.block_size,
             kv_bytes=[b.kv_bytes for b in bounds],
-            state_shards=[b.state_shards for b in bounds] if cut.recurrent.shapes else [],
-            state_slots=min((b.state_slots for b in bounds if b.state_shards), default=0),
             clamps_prompts=any(RecurrenceSpec.decode(x.spec).clamps_prompts for x in cut.recurrent.shapes),
             summary={
                 **_summary(cut),

@@ -47,7 +47,7 @@ from lamina.workers.staging import EMPTY_BYTES, open_staging
 from .committed_tokens import CommittedTokens
 from .kv_checksums import BlockChecksums
 from .lease_limits import check_lease
-from .state_store import StateStore, bytes_of_version, num_slots
+from .state_store import StateStore, bytes_of_version, num_slots, state_shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -122,8 +122,8 @@ class KvStore:
             num_blocks=form.num_blocks,
             backend=name_of(self.backend),
             kv_bytes=kv_bytes,
-            state_shards=self.states.kv_shards if self.states else None,
-            state_slots=self.states.num_slots if self.states else 0,
+            state_shards=state_shards(bind),
+            state_slots=num_slots(bind, kv_bytes),
         )
 
     def allocate_next_layer(self) -> list[StoredPiece]:

@@ -263,12 +263,14 @@ class MemoryWorker:
     def _reshard(
         self, listener: EpochListener, mesh: TransferMesh, order: Reshard, old: KvStore | None
     ) -> KvStore | None:
-        new, given = None, old.nbytes if old else 0
+        new, given = None, old.nbytes + (old.states.nbytes if old.states else 0) if old else 0
         if old is not None and old.checksums:
             old.checksums.verify_surviving(order.surviving)
         if order.bind is not None:
             new = self.preallocation.open_resharded_store(order.bind, given)
             new.tables.reconcile(order.surviving, moved=True)
+            if new.states:
+                new.states.versions.adopt(order.surviving)
         mover = KvReshard(order, old, new, mesh)
         mover.connect(listener)
         for layer in range(mover.num_layers):
@@ -281,6 +283,8 @@ class MemoryWorker:
                     tensor.zero_()
                 self.preallocation.arena.release(tensors)
                 old.layers[layer] = []
+        for mixer in range(mover.num_mixers):
+            mover.transfer_states(mixer)
         mesh.finish()
         if new is not None:
             new.committed.reconcile(order.surviving)

@@ -133,3 +133,21 @@ def test_snapshots_outlive_later_versions_and_are_shared_by_forks() -> None:
     assert (versions.report(), versions.num_free) == ({8: [5, 9]}, 2)
     with pytest.raises(PlanError, match="sequence 8: its state after 4 tokens is not here"):
         versions.reconcile([SurvivingKv(8, 9, snapshots=[4])])
+
+
+def test_versions_that_come_from_other_workers_take_slots_of_their_own() -> None:
+    versions = StateVersions(5, lambda row: row.location.kv_shard == 1)
+    here = KvLocation(1)
+    versions.adopt([SurvivingKv(7, 9, here, snapshots=[4, 9]), SurvivingKv(8, 3), SurvivingKv(9, 6, here)])
+    assert versions.report() == {7: [4, 9], 9: [6]}, "sequence 8 lies elsewhere"
+    slots = [*versions.slots_of(7, [4, 9]), *versions.slots_of(9, [6])]
+    assert (len({*slots}), versions.num_free) == (3, 2)
+    with pytest.raises(PlanError, match="sequence 9: its state after 5 tokens is not here"):
+        versions.slots_of(9, [5])
+    late = SurvivingKv(10, 8, here, snapshots=[2, 5])
+    assert not versions.has_room(late)
+    with pytest.raises(NoBlocksError, match="the states of sequence 10 have no room: 2 are free"):
+        versions.adopt([late])
+    assert versions.has_room(SurvivingKv(10, 8, here, snapshots=[2]))
+    ((read, _),) = apply(versions, plan(0, RowRange(9, 6, 1, here), ops=(StateRows(9, 6),)))
+    assert read == slots[2]

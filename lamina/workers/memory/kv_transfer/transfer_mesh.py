@@ -12,6 +12,7 @@ from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.runtime import RUNTIME, Runtime
 
 from .block_parts import max_block_bytes
+from .state_parts import max_state_bytes
 from .transfer_link import NOTHING, Transfer, TransferLink, TransferPart, inbox
 
 Parts = Mapping[int, Iterable[TransferPart]]  # by the index of a peer
@@ -30,7 +31,7 @@ class TransferMesh:
         """Connect to ``peers``, which exchange KV of ``store`` or of one with the same layers. Raises ChannelError,
         ProtocolError.
         """
-        order, geometry = self._order, inbox(max_block_bytes(store))
+        order, geometry = self._order, inbox(max(max_block_bytes(store), max_state_bytes(store)))
         own, due = order.peers[order.own_index], dict[str, int]()
         for peer in sorted(peers):
             there = order.peers[peer]
