@@ -302,7 +302,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--decode-only": "states are not stored yet",
             "--lending borrow.max": "states cannot be lent",
             "--lending lend.share": "states cannot be lent",
-            "--kv-checks": "they omit states",
+            "--kv-checks": "checksums do not cover states",
         }.items()
     },
     (SCALE, "--lending borrow.max"): "loans add and remove memory workers",

@@ -27,6 +27,7 @@ HEAD = """# Settings that exclude or need each other
 `python tests/config/test_conflicts.py` writes this page from `lamina/config/conflicts.py`. All other pairs work
 together. Numbers must also agree (such as those of `--memory-addresses` and `--memory-workers`), and suit the model
 and the host. `lamina-launch serve MODEL --dry-run` checks your settings; errors have the words of these tables.
+If a change while serving is excluded, `lamina-launch scale` restarts the engine, or refuses ([faults.md](faults.md)).
 """
 OWN_FLAGS = ("cli", "tools")
 BY_TABLE = re.compile(r"\b(conflict|need)_text\(")

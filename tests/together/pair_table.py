@@ -131,9 +131,10 @@ def page(results: Sequence[Result]) -> str:
         "# Features that work together\n",
         "Look up whether two features of a server go together. A program makes this page:",
         "`tests/together/pair_table.py --write`.\n",
-        "The program starts each pair on the shipped model. Memory is so small that sequences are preempted, and a",
-        "stream is dropped. Tokens of a pair are those of a run without it, or without its lossless feature if the",
-        'other one changes tokens. Counters show that both acted. "Idle" means that one had nothing to do.\n',
+        "The program starts the shipped model with each pair, and with so little memory that sequences are preempted.",
+        "It also drops a stream. A pair is the same if the tokens are those of a run without both features. If one of",
+        'them changes tokens, they must be those of a run with that one alone. Counters show that both acted. "Idle"',
+        "means that one had nothing to do.\n",
         ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + ".\n",
     ]
     for verdict in VERDICTS:
