@@ -38,7 +38,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_whether_peers_are_threads_is_known_without_opening_it(name: str) -> None:
     for scheme in (name, f"emulate+{name}", f"emulate+{name}?latency_ms=1"):
-        assert netstack.in_process(scheme) == (name == "loopback")
+        assert netstack.in_process(scheme) == (name in schemes.THREADS)
     with pytest.raises(ImportError, match="not to be opened"):
         netstack.open(name, key=bytes(32))
 

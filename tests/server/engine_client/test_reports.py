@@ -5,6 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import pytest
+
+from lamina.config.flat_options import make_config
+from lamina.config.partition import KvShards
+from lamina.engine.engine import Engine
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
@@ -13,6 +19,8 @@ from lamina.scheduler.sparsity.pruning import BlockPruner
 from lamina.scheduler.sparsity.reference_decode import ErrorState, ReferenceDecoder
 from lamina.server.engine_client.reports import state_of
 from lamina.server.metrics.metric_table import METRICS
+from lamina.tools.plan.simulator.clock import VirtualClock
+from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
 
 PREFIXES = SimpleNamespace(num_queried_tokens=9, num_hit_tokens=4, evictable=lambda free: [0, 0])
 ERRORS = ErrorState(tokens=75, kl=0.25, top1=0.04, budget=2048, rebuilt=3)
@@ -65,3 +73,30 @@ def test_features_that_are_not_there_have_none() -> None:
         "num_preemptions": 3, "prefix_cache_queries": 9, "prefix_cache_hits": 4, "external_prefix_cache_queries": 0,
         "external_prefix_cache_hits": 0, "kv_migrated_bytes": {},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "hybrid", "migrates"),
+    [
+        ({}, False, False),
+        ({"partition": "request"}, False, True),
+        ({"partition": "spill"}, False, True),
+        ({"kv_sparsity": "evict", "kv_budget": 128}, False, False),
+        ({}, True, False),
+        ({"partition": "request"}, True, False),
+    ],
+)
+def test_every_table_of_features_that_the_factory_builds_can_be_reported(
+    options: dict[str, Any], hybrid: bool, migrates: bool
+) -> None:
+    ready = simulated_ready(num_layers=2, num_blocks=60, block_size=16, max_len=256)
+    if hybrid:
+        ready = msgspec.structs.replace(ready, state_shards=[KvShards()], state_slots=40)
+    config = make_config({"transport": "shm", "block_size": 16, "max_num_seqs": 4, **options})
+    engine = Engine(SimulatedExecutor(VirtualClock(), ready, lambda load: 0.01), config)
+    pools: Any = SimpleNamespace(
+        is_recovering=False, borrower=None, ready=ready, resizer=SimpleNamespace(moved_bytes={})
+    )
+    metrics = state_of(engine, pools, {}, steps=0).metrics
+    assert metrics.keys() <= METRICS.keys()
+    assert ("kv_migrated_blocks" in metrics) == migrates
