@@ -151,7 +151,7 @@ class Engine:
         plans = self.scheduler.can_schedule_ahead  # else new requests are not scheduled yet
         steps = self._schedule()
         for feature in self.features if plans else ():
-            feature.after_schedule(self)
+            feature.between_rounds(self)
         self._take(self._run(steps))
         return self.requests.take_outputs()
 
@@ -183,7 +183,7 @@ class Engine:
     def check_workers(self) -> list[RequestOutput]:
         """Check the workers of an engine without work. Raises WorkerError if one is lost for good."""
         for feature in self.features:
-            feature.after_schedule(self)
+            feature.between_rounds(self)
         self._take(self.executor.check_workers())
         return self.requests.take_outputs()
 

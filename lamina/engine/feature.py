@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class EngineFeature:
     """A feature of the engine. Each hook does nothing here."""
 
-    def after_schedule(self, engine: Engine) -> None:
+    def between_rounds(self, engine: Engine) -> None:
         """A round was scheduled, or an engine without work checks its workers. No result is being processed."""
 
     def on_idle(self, engine: Engine) -> str | None:

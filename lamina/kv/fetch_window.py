@@ -45,7 +45,7 @@ class FetchWindow:
         self._turns: dict[int, list[bytes]] = {}
         self._needed: dict[bytes, list[int]] = {}  # page -> the requests that need it, the next one first
         self.copied_keys: set[bytes] = set()  # pages that other storage has, too
-        self.retained_until: Container[bytes] = ()  # pages that are evicted after others
+        self.retained_keys: Container[bytes] = ()  # pages that are evicted after others
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -91,5 +91,5 @@ class FetchWindow:
             return (-1, *otherwise(use))
         turn = self.next_turn_of(use.key)
         if turn is None:
-            return (int(use.key in self.retained_until), *otherwise(use))
+            return (int(use.key in self.retained_keys), *otherwise(use))
         return (2, -turn, -use.number)

@@ -6,6 +6,7 @@ Pure policy: no torch, no I/O, no clock.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -179,7 +180,7 @@ class Admission:
         running, gone, more = _running(batches), list[int](), left
         sources = {op.source for each in batches for op in each.ops if isinstance(op, Fork)}
         sources |= {start.source} if start is not None and start.source is not None else set()
-        oldest = (n for n in self._features.eviction_order if n not in sources)
+        oldest = self._oldest(sources)
         affinity = self._affinity.get(sequence.affinity_key) if sequence.affinity_key else None
         while (fit := self._allocator.find_room(sequence, start, more, batch.running, running, affinity)) is None:
             number = next(oldest, None)
@@ -191,6 +192,9 @@ class Admission:
             return None, left
         batches[0].ops += [self._features.evict(number) for number in gone]
         return fit, more
+
+    def _oldest(self, kept: set[int]) -> Iterator[int]:
+        yield from (n for n in self._features.eviction_order if n not in kept)
 
 
 def _running(batches: Several[Batch]) -> list[Sequence]:

@@ -371,7 +371,7 @@ class PrefillDispatcher(Feature):
             self.slo_admission.on_prefix_fetched(sequence, lent.tokens, step.fetch_s, ahead_s, loading_s)
         sequence.num_pending_prefill_chunks -= 1
         if step.sampled_sequences:
-            part = 1.0 if load.is_waiting_for_prefix else self.slo_admission.stage_seconds(sequence)
+            part = 1.0 if load.is_waiting_for_prefix else self.slo_admission.stage_share(sequence)
             self.slo_admission.on_prefill_done(sequence, load.chunk_began_s, part)
             if load.prompt_cache:
                 load.prompt_cache.on_computed(sequence)

@@ -147,11 +147,9 @@ class SloAdmission:
         if accepted or not self.has_limits:
             return
         prompt, now, decoding = self._known_prompt(sequences[0]), self._clock(), self.conductor.decode_load_model
-        own = (
-            int(max(decoding.mean_tokens, len(sequences[0].tokens) + decoding.mean_answer_tokens))
-            - prompt.num_cached_tokens
-        )
-        most, ahead = min(self._max_num_seqs, places(max(1, own))), self._estimate(prompt) + len(self._decoding)
+        mean = int(max(decoding.mean_tokens, len(sequences[0].tokens) + decoding.mean_answer_tokens))
+        most = min(self._max_num_seqs, places(max(1, mean - prompt.num_cached_tokens)))
+        ahead = self._num_prompts_before(prompt) + len(self._decoding)
         choice, room_s = self.conductor.choose(prompt, now), decoding.time_until_slot_s(most, ahead) if ahead else 0.0
         if (refusal := self.conductor.check_admission(prompt, choice, now, room_s)) is not None:
             if self.decision_log:
@@ -160,7 +158,7 @@ class SloAdmission:
                 )
             raise OverloadedError(refusal)
 
-    def _estimate(self, prompt: PromptInfo) -> int:
+    def _num_prompts_before(self, prompt: PromptInfo) -> int:
         """The number of reserved prompts that run before ``prompt``."""
         return sum(waiting.priority <= prompt.priority for waiting in self._reservations)
 
@@ -268,7 +266,7 @@ class SloAdmission:
         if not sequence.finished:
             self._join(sequence)
 
-    def stage_seconds(self, sequence: Sequence) -> float:
+    def stage_share(self, sequence: Sequence) -> float:
         """The share of a prompt's time that each pipeline stage of its worker computes, if no prompt is before it."""
         return self.conductor.staged.stage_share(sequence.num_tokens_with_placeholders, sequence.num_cached_tokens)
 

@@ -25,7 +25,7 @@ class Lender(EngineFeature):
     def __init__(self, answers: Iterable[str | None] = ()) -> None:
         self._answers, self.waiting = iter(answers), list[int]()
 
-    def after_schedule(self, engine: Engine) -> None:
+    def between_rounds(self, engine: Engine) -> None:
         self.waiting.append(engine.scheduler.num_waiting)
 
     def on_idle(self, engine: Engine) -> str | None:
@@ -77,7 +77,7 @@ def test_the_first_feature_with_an_answer_is_the_last_that_is_asked() -> None:
 
 def test_a_feature_without_work_is_asked_as_workers_are_looked_at_and_its_error_is_the_callers() -> None:
     class Failing(EngineFeature):
-        def after_schedule(self, engine: Engine) -> None:
+        def between_rounds(self, engine: Engine) -> None:
             raise OSError("the ledger is gone")
 
     for call in (Engine.check_workers, Engine.step):

@@ -89,7 +89,7 @@ class Borrower(EngineFeature):
             f"time ({limit})"
         )
 
-    def after_schedule(self, engine: Engine) -> None:
+    def between_rounds(self, engine: Engine) -> None:
         """Add or release guests, if that is due."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:

@@ -65,7 +65,7 @@ class FileStorage:
             if nbytes > self._segments.share:
                 raise StorageFullError(f"{nbytes} bytes are more than this worker's part of it, {self._segments.share}")
             if not self._segments.make_room(nbytes):
-                self._expected.retained_until = self.page_index.retained_keys(int(self._clock()))
+                self._expected.retained_keys = self.page_index.retained_keys(int(self._clock()))
                 try:
                     given += self.page_index.evict(self._segments.own, self._enough(nbytes), self._rank)
                 finally:

@@ -49,7 +49,7 @@ class HostStorage:
         self._until: dict[bytes, float] = {}  # ends of retention
         # A heap: when to check a page, at the end of its retention or earlier.
         self._ends: list[tuple[float, bytes]] = []
-        self._expected.retained_until = self._until
+        self._expected.retained_keys = self._until
 
     def reserve(self, nbytes: int) -> list[bytes]:
         """Evict pages until ``nbytes`` bytes are free. Raises StorageFullError."""

@@ -121,7 +121,7 @@ class OffloadIndex(Feature):
     def sync(self, facts: OffloadFacts, holders: Several[Several[int]]) -> None:
         """Replace the known pages by those that workers list when they connect."""
         ledger = self._ledger
-        self._num_holders = [
+        self._holders = [
             {w for lanes, group in zip(ledger.kv_shards, holders, strict=True) if lane in lanes for w in group}
             for lane in range(ledger.num_kv_shards)
         ]
@@ -132,7 +132,7 @@ class OffloadIndex(Feature):
         self._index.clear(sum(self._places))
         self._places = [self._index.place(self.backend, lane) for lane in range(ledger.num_kv_shards)]
         page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
-        for place, owners in zip(self._places, self._num_holders, strict=True):
+        for place, owners in zip(self._places, self._holders, strict=True):
             self._index.add(place, list(set.intersection(*(page_keys[w] for w in owners))))
         self._era, self._found = facts.era, None
 
@@ -140,8 +140,8 @@ class OffloadIndex(Feature):
         """The capacity in pages over all KV shards. ``rooms``: the pages of which each worker can store its part."""
         if not rooms:
             return 0
-        lanes_of = Counter(worker for owners in self._num_holders for worker in owners)
-        return len(self._num_holders) * min(rooms[w] // lanes_of[w] for owners in self._num_holders for w in owners)
+        lanes_of = Counter(worker for owners in self._holders for worker in owners)
+        return len(self._holders) * min(rooms[w] // lanes_of[w] for owners in self._holders for w in owners)
 
     def find_loadable(self, sequence: Sequence, beyond: int) -> KvStart | None:
         """Return what a waiting sequence can load, if that is more than ``beyond`` tokens; else None.

@@ -117,7 +117,7 @@ class PromptCache:
         """The ops before the first chunk of a sequence; none before later chunks."""
         if self._computing is not None and self._computing.number == sequence.id:
             return []
-        self._evict_pending()
+        self._cache_or_free_computed()
         ops, self._ops = self._ops, []
         source, fetch = self._sources.pop(sequence.id, None), self._fetches.pop(sequence.id, None)
         if source is None:
@@ -142,7 +142,7 @@ class PromptCache:
         """Record that a prompt is computed."""
         self._under_way.discard(sequence.id)
         if self._computing is not None and self._computing.number == sequence.id:
-            self._evict_pending()
+            self._cache_or_free_computed()
 
     def on_dropped(self, sequence: Sequence) -> None:
         """Record that a prompt is cancelled."""
@@ -180,7 +180,7 @@ class PromptCache:
                     return _CachedPrompt(number, count * page)
         return NO_PROMPT
 
-    def _evict_pending(self) -> None:
+    def _cache_or_free_computed(self) -> None:
         """Cache the computed prompt if there is room, else free it."""
         if self._computing is None:
             return

@@ -37,7 +37,7 @@ class SwapPolicy(Feature):
         self._swapped: dict[Sequence, _Swapped] = {}
         self.load_s: float | None = None  # of a token
         self._compute_s: float | None = None  # the same, to be computed
-        self.num_swapped_tokens = 0  # sequences
+        self.num_swapped_sequences = 0
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Record the seconds of computing prompt tokens."""
@@ -97,7 +97,7 @@ class SwapPolicy(Feature):
         keys, ops = self._offload_index.save_all_ops(sequence, length, root)
         if ops:
             self._swapped[sequence] = _Swapped(sequence.id, keys, length, sequence.location)
-            self.num_swapped_tokens += 1
+            self.num_swapped_sequences += 1
         return ops
 
     def is_saving(self, sequence: Sequence) -> bool:

@@ -193,7 +193,7 @@ class Check:
             self._compared(llm.engine.config, outputs, start),
             plans=wire.plans,
             num_preemptions=llm.engine.scheduler.num_preemptions,
-            num_swapped=swaps.num_swapped_tokens if swaps else 0,
+            num_swapped=swaps.num_swapped_sequences if swaps else 0,
             idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
             lent=sum(wire.lent.values()),
             moved_bytes=run.moved_bytes,

@@ -133,7 +133,7 @@ def test_a_preempted_one_goes_on_bit_for_bit(way: dict[str, Any], llama_path: Pa
             scheduler = llm.engine.scheduler
             assert scheduler.features.get(SwapPolicy) is not None
             counted.append(
-                (scheduler.num_preemptions, scheduler.features.get(SwapPolicy).num_swapped_tokens, loaded(llm) > 0)
+                (scheduler.num_preemptions, scheduler.features.get(SwapPolicy).num_swapped_sequences, loaded(llm) > 0)
             )
     assert counted == [(0, 0, False), (1, 1, True), (1, 0, True)][: len(counted)], "its prompt's page is there anyway"
     never, swapped, *computed = found

@@ -79,7 +79,7 @@ def borrower(links: Any, elastic: Elastic | None = None, own: Any = None, **way_
 def test_it_asks_for_whole_stripes(max_len: int, free: tuple[int, int], stripes: int) -> None:
     """Blocks of a part of a stripe are no room for one."""
     links = Links()
-    borrower(links).after_schedule(engine_with(free, max_len))
+    borrower(links).between_rounds(engine_with(free, max_len))
     lacking = links.told[-1] * BLOCK_BYTES
     of_block = (16 << 20) / 64
     assert bool(lacking) == bool(stripes)
@@ -106,7 +106,7 @@ def test_its_own_is_asked_for_before_that_of_others(
     """
     links, own = Links(own_left, of_others), SimpleNamespace(local_need="")
     lengths = [stripes * 8 * 16] * bool(stripes)
-    borrower(links, Elastic(3 * BLOCK_BYTES), own).after_schedule(engine_with((0, 0), *lengths))
+    borrower(links, Elastic(3 * BLOCK_BYTES), own).between_rounds(engine_with((0, 0), *lengths))
     assert links.told == [*reclaimed, wanted]
     assert own.local_need == ("it borrows itself" if stripes or of_others else "")
 
@@ -143,7 +143,7 @@ def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
         assert on_loan
         return SimpleNamespace(nbytes=guest.nbytes, link=SimpleNamespace(send=sent.append))
 
-    borrower(Links(guests=guests), elastic, prepare=prepare).after_schedule(engine_with())
+    borrower(Links(guests=guests), elastic, prepare=prepare).between_rounds(engine_with())
     assert back == [-3, 3, -2, 2]
     assert elastic.begun == [[5, 6], [5, 6]]
     assert sent == [5, 6]

@@ -127,7 +127,7 @@ def test_a_preempted_one_comes_back_as_it_went() -> None:
     assert sum(op.count for op in saved) == sum(op.count for op in loads)
     rows = [r for p in house.plans for r in p.rows if r.sequence == loads[0].sequence]
     assert (rows[0].first, rows[0].count) == (sum(op.count for op in loads), 1), "the next row, and no other"
-    assert house.scheduler.num_preemptions == house.swaps.num_swapped_tokens == 1
+    assert house.scheduler.num_preemptions == house.swaps.num_swapped_sequences == 1
     keys = {key for op in saved for key in op.keys}
     assert not keys & house.medium.keys(), "nobody needs them any more"
 
@@ -160,7 +160,7 @@ def test_what_a_window_has_passed_is_computed() -> None:
     house.serve(sequences)
     check_tokens(sequences)
     assert house.scheduler.num_preemptions == 1
-    assert house.swaps.num_swapped_tokens == 0
+    assert house.swaps.num_swapped_sequences == 0
 
 
 def test_no_step_waits_for_a_medium() -> None:
