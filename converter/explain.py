@@ -164,7 +164,10 @@ def message_bytes(calls: Iterable[CutCall]) -> dict[str, Any]:
     """Return the bytes of send Q, send KV and receive O per layer and token; the top level has those of the largest
     layer.
     """
-    layers = [{"layer": i, "q": c.q_bytes, "kv": c.kv_bytes, "o": c.out_bytes} for i, c in enumerate(calls)]
+    layers = [
+        {"layer": i, "exchange": c.index, "q": c.q_bytes, "kv": c.kv_bytes, "o": c.out_bytes}
+        for i, c in enumerate(calls)
+    ]
     largest = {k: max(layer[k] for layer in layers) for k in ("q", "kv", "o")}
     return {**largest, "total": sum(largest.values()), "layers": layers}
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 _BLOCKS = ("before_q", "between")
+MOST_RUNS = 4  # of numbers in one label
 
 
 def size_text(num_bytes: float) -> str:
@@ -30,8 +31,9 @@ def explain_text(facts: dict[str, Any]) -> str:
     how = f"{layers - stamped} layers captured, {stamped} stamped from equal slices" if stamped else "all captured"
     rows = {"numeric": "shown by rule and by running", "static": "shown by rule"}
     weights = size_text(facts["weight_bytes"])
+    of = count_text(layers, "attention layer") + _and_mixers(facts)
     lines = [
-        f"{facts['model']}: {facts['architecture']}, {facts['dtype']}, {layers} attention layers, {weights} of weights",
+        f"{facts['model']}: {facts['architecture']}, {facts['dtype']}, {of}, {weights} of weights",
         f"{facts['num_slices']} slices of {kinds} kinds ({how}); row independence {rows[facts['rows']]}",
         "",
         *_slices(facts["slices"], facts["early_q"]),
@@ -39,6 +41,11 @@ def explain_text(facts: dict[str, Any]) -> str:
         *_crossings(facts),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _and_mixers(facts: dict[str, Any]) -> str:
+    mixers = facts.get("mixers", [])
+    return " and " + count_text(len(mixers), "mixer (recurrent layer)", "mixers (recurrent layers)") if mixers else ""
 
 
 def _ranges(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[str, Any, int]]:
@@ -100,12 +107,37 @@ def _crossings(facts: dict[str, Any]) -> list[str]:
         tensors = ", ".join(f"{t['name']} {t['shape']} {t['dtype'].removeprefix('torch.')}" for t in cut["tensors"])
         alive = f"{tensors}  (uncut {cut['live_bytes_per_token']:,})"
         rows.append(["cut", label, f"{cut['bytes_per_token']:,}", alive])
-    sizes = ("q", "kv", "o")
-    for label, layer, _ in _ranges(facts["messages"]["layers"], lambda m: [m[k] for k in sizes]):
+    sizes, layers, mixers = ("q", "kv", "o"), facts["messages"]["layers"], facts.get("mixers", [])
+    for label, layer in alike_items(layers, sizes):
         each = ", ".join(f"{k.upper()} {layer[k]:,}" for k in sizes)
         rows.append(["messages", label, f"{sum(layer[k] for k in sizes):,}", each])
-    step = facts["message_bytes_per_token"]
+    for label, mixer in alike_items(mixers, ("kind", "inputs", "output", "state")):
+        each = f"inputs {mixer['inputs']:,}, output {mixer['output']:,}; {mixer['kind']}, state {mixer['state']:,}"
+        rows.append(["mixers", label, f"{mixer['inputs'] + mixer['output']:,}", each])
+    step, states = facts["message_bytes_per_token"], size_text(sum(mixer["state"] for mixer in mixers))
+    kv = size_text(sum(layer["kv"] for layer in layers))
     return [
         *table(rows),
         f"  all messages of one token: {size_text(step)}; all cuts: {size_text(facts['cut_bytes_per_token'])}",
+        *([f"  a sequence has {states} of states, and {kv} of K and V for each token"] if mixers else []),
     ]
+
+
+def alike_items(items: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the items that differ in ``keys``, each with the numbers of the exchanges that are like it."""
+    kinds = dict[tuple[Any, ...], list[dict[str, Any]]]()
+    for item in items:
+        kinds.setdefault(tuple(item[key] for key in keys), []).append(item)
+    return [(_numbers([item["exchange"] for item in alike]), alike[0]) for alike in kinds.values()]
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as runs; of more than four runs the first two and the last one."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return ", ".join(texts if len(texts) <= MOST_RUNS else [*texts[:2], "...", texts[-1]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lamina.cli.common.flags import check_at_least
 from lamina.cli.common.group_flags import FlagValue, add_groups
@@ -30,7 +30,8 @@ share a row. "operators" are calls in its program. Two columns are shares of its
 is sent, "Q to KV" from then until K and V are sent. "Q first" says whether attention can begin while K and V are
 computed: not with --no-early-q. "cut N" has the tensors that stay on compute workers from slice N to
 N + 1, by their bytes for a token. "uncut" is what would be alive there without a minimum cut. "messages N" has the
-bytes of Q, of K and V together (KV), and of O of layer N, between compute and memory workers.
+bytes of Q, of K and V together (KV), and of O of layer N, between compute and memory workers. "mixers N" has those of a
+recurrent layer after slice N, and its state: on memory workers, of each sequence, however long that is.
 """
 
 
@@ -93,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         **_describe(model, args.tensor_parallel_size),
         **to_json(program),
     }
+    if program.mixers:
+        facts["mixers"] = _with_states(facts["mixers"], program)
     tiers = _tiers(args, sparsity, program) if sparsity is not None else []
     if args.json:
         for part in tiers:
@@ -103,6 +106,16 @@ def run(args: argparse.Namespace) -> int:
     for part in tiers:
         sys.stdout.write("\n" + "\n".join(part.lines) + "\n")
     return 0
+
+
+def _with_states(mixers: list[dict[str, Any]], program: SlicedProgram) -> list[dict[str, Any]]:
+    """Return the mixers with their kinds, and the bytes of one version of a sequence's state."""
+    from lamina.models.convert import recurrent_layers
+    from lamina.ops.recurrence.spec import RecurrenceSpec
+
+    specs = [RecurrenceSpec.decode(shape.spec) for shape in recurrent_layers(program).shapes]
+    each = zip(mixers, specs, strict=True)
+    return [{**mixer, "kind": spec.kind, "state": spec.state_bytes} for mixer, spec in each]
 
 
 def _sparsity(args: argparse.Namespace) -> SparsityOptions | None:

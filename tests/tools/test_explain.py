@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models.hybrids import build_hybrid
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from lamina.cli.launch import main
+from lamina.facts.report import alike_items
 from lamina.tools.plan.model_facts import model_facts
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
@@ -215,3 +218,28 @@ def test_a_plan_counts_packed_bytes_where_all_devices_are_cpus(
         assert main(["plan", str(CHECKPOINTS / "llama_int4_group"), *flags]) == 0
         sizes.append(json.loads(capsys.readouterr().out)["model"]["weight_bytes"])
     assert sizes[0] < 0.9 * sizes[1]
+
+
+@pytest.mark.long
+def test_a_hybrid_model_shows_its_mixers_with_their_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_hybrid("qwen3_next").save_pretrained(tmp_path)
+    facts, state = _json(capsys, str(tmp_path)), 4 * (3 * (4 + 2 * 2) * 16 + 4 * 16 * 16)  # history, and S of each head
+    assert [layer["exchange"] for layer in facts["messages"]["layers"]] == [3]
+    assert [(m["exchange"], m["kind"], m["state"]) for m in facts["mixers"]] == [
+        (n, "gated_delta", state) for n in range(3)
+    ]
+    assert main(["explain", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "1 attention layer and 3 mixers (recurrent layers)" in text
+    for line in (
+        r"  messages +3    768  Q 256, KV 256, O 256",
+        rf"  mixers +0-2    800  inputs 544, output 256; gated_delta, state {state:,}",
+        r"  a sequence has 16\.9 kB of states, and 256 B of K and V for each token",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), text
+
+
+def test_labels_of_many_layers_are_short() -> None:
+    each = [{"exchange": n, "size": n % 4 == 3} for n in range(48)]
+    assert [label for label, _ in alike_items(each, ("size",))] == ["0-2, 4-6, ..., 44-46", "3, 7, ..., 47"]
+    assert [label for label, _ in alike_items(each[:9], ("size",))] == ["0-2, 4-6, 8", "3, 7"]
