@@ -1,8 +1,9 @@
 """The index of prefixes: maps the hash of a chain of pages to the places that hold its K and V.
 
-A *place* is the pool of the memory workers, a prefill worker, or a KV shard of storage, as an int with one bit. A place
-*has* a page once it is promised there, and can provide it once it is *ready*. In the pool and on prefill workers, pages
-belong to sequences, each of which holds its chain there. Pure policy: no torch, no I/O, no clock.
+A *place* is the pool of the memory workers, a prefill worker, or a KV shard of storage, as an int with one bit. Storage
+and prefill workers *have* a page once it is promised there, and can provide it once it is *ready*. In the pool and on
+prefill workers, sequences hold chains of pages. The pool promises none, so ``match``, ``has``, ``keys`` and
+``num_pages`` tell nothing of it. Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class PrefixIndex:
         self._places: dict[tuple[str, int], Place] = {}
         self._kinds: dict[Place, str] = {}
         self._num_pages = Counter[Place]()
-        self._num_replicas = Counter[str]()  # by kind, as pages of one kind have keys of their own
+        self._num_replicas = Counter[str]()  # by kind
 
     @property
     def num_known_pages(self) -> int:

@@ -204,21 +204,18 @@ class PrefixCache(Feature):
             return self._end_detached(sequence)
         limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
         length, keys = self._chain(sequence, min(sequence.num_computed_tokens, *(snapshots[-1:] or [limit])))
-        way = keys[: self.prefix_index.num_held(self._place, keys)]
-        known = len(way) == len(keys)  # another one has all of them, and perhaps more
-        if len(way) == len(keys) - 1 and way:
-            last = sequence.tokens[len(way) * self._page : length]
-            known = any(count == len(last) for count, _ in self.prefix_index.nearest(self._place, way[-1], last))
-        known = known and (not snapshots or self._have_snapshots(way, snapshots))
+        if not keys or sequence.do_not_cache or sequence.output.went_wrong:
+            return [Free(sequence.id)]
+        until = self._clock() + sequence.retention_s if sequence.retention_s else 0.0
+        held_keys = keys[: self.prefix_index.num_held(self._place, keys)]
         session = sequence.session_to_retain
-        failed = sequence.do_not_cache or sequence.output.went_wrong
-        until = self._clock() + sequence.retention_s if sequence.retention_s and not failed else 0.0
-        if not keys or (known and session is None) or failed:
-            for number in self.prefix_index.sequences(self._place, way[-1]) if way and known and until else ():
+        if session is None and self._is_retained(sequence, length, keys, held_keys, snapshots):
+            for number in self.prefix_index.sequences(self._place, held_keys[-1]) if until else ():
                 if (held := self._held[number]).until is not None:
                     held.until = max(until, held.until)
             return [Free(sequence.id)]
-        ends = [self.prefix_index.end(self._place, key) for key in (*way, *self._parts(sequence, way, length))]
+        parts = self._parts(sequence, held_keys, length)
+        ends = [self.prefix_index.end(self._place, key) for key in (*held_keys, *parts)]
         superseded = {n: None for n in ends if n is not None and self._held[n].session is None}
         if session is not None and session.retained_sequence is not None:
             superseded[session.retained_sequence] = None
@@ -229,10 +226,18 @@ class PrefixCache(Feature):
             self.sessions.on_turn_ended(session, held, length)
         return [Truncate(sequence.id, length), *freed]
 
-    def _have_snapshots(self, way: Several[bytes], snapshots: Several[int]) -> bool:
-        """Return whether another sequence with the pages of ``way`` has all these snapshots."""
-        others = self.prefix_index.sequences(self._place, way[-1]) if way else ()
-        return any(self._held[n].snapshots.keys() >= {*snapshots} for n in others)
+    def _is_retained(
+        self, sequence: Sequence, length: int, keys: Several[bytes], held_keys: Several[bytes], snapshots: Several[int]
+    ) -> bool:
+        """Return whether other sequences have all pages, ``keys``, and snapshots of one. They have ``held_keys``."""
+        if not held_keys or len(held_keys) < len(keys) - 1:
+            return False
+        if len(held_keys) < len(keys):
+            last = sequence.tokens[len(held_keys) * self._page : length]  # of the last page, which may be begun
+            if all(count != len(last) for count, _ in self.prefix_index.nearest(self._place, held_keys[-1], last)):
+                return False
+        others = self.prefix_index.sequences(self._place, held_keys[-1]) if snapshots else ()
+        return not snapshots or any(self._held[n].snapshots.keys() >= {*snapshots} for n in others)
 
     def _end_detached(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain it for its session alone, since its K and V attended tokens that were dropped from its context."""
