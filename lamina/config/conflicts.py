@@ -112,6 +112,10 @@ SETTINGS: dict[str, Setting] = {
     "--tensor-parallel-size 2 or more": Setting(
         lambda c: c.topology.tensor_parallel_size > 1, {"tensor_parallel_size": 2}
     ),
+    "--tensor-parallel-size 2 or more with --prefill-workers": Setting(
+        lambda c: c.topology.tensor_parallel_size > 1 and c.topology.prefill_workers > 0,
+        {"tensor_parallel_size": 2, "prefill_workers": 2},
+    ),
     "--collective": Setting(_differs("topology", "collective"), {"collective": "mesh", "tensor_parallel_size": 2}),
     "--collective nccl": Setting(
         lambda c: c.topology.collective == "nccl" and c.topology.tensor_parallel_size > 1,
@@ -196,9 +200,10 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--partition request": "blocks are compared only with --partition head",
             "--memory-weights measured": "a worker compares the blocks of a head only if it has all of them",
             "--partition spill": "a worker compares the blocks of a head only if it has all of them",
-            "--prefill-workers": "prefill workers do not compare blocks",
         }.items()
     },
+    ("--kv-sparsity select", "--prefill-workers"): "prefill workers do not choose blocks",
+    ("--kv-sparsity evict:max-kl=", "--prefill-workers"): "the error budget compares answers with computed KV",
     **{
         (offload, other): why
         for offload in ("--kv-offloading-size", "--kv-offload dir=", "--decode-only")
@@ -242,7 +247,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--quantization int8 or int4", "--compute-device cuda"): "weights are packed on CPUs",
     ("--gemm native", "--compute-device cuda"): "it computes on CPUs",
     ("--tensor-parallel-size 2 or more", "--memory-workers 1"): "each rank has memory workers of its own",
-    ("--tensor-parallel-size 2 or more", "--prefill-workers"): "a prefill worker has all weights",
+    ("--tensor-parallel-size 2 or more with --prefill-workers", "--deterministic"): "sums over ranks have other bits",
     ("--tensor-parallel-size 2 or more", "--compute-device cuda:N"): "each rank takes a GPU of its own",
     **{
         (joining, "--transport gin"): "all its channels are made at the start, and no worker joins later"

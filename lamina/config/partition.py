@@ -138,6 +138,24 @@ def by_spill(kv_heads: Sequence[int], weights: Sequence[float], stripe_chunks: i
     return msgspec.structs.replace(partition, single_shard=partition.stripe_chunks > 0)
 
 
+def across_ranks(partition: Partition, ranks: int) -> Partition:
+    """Return the partition of whole layers, of which each of ``ranks`` ranks has as many KV heads, in order.
+
+    ``partition``: of a rank's heads over its own memory workers. Its worker w is number w * ranks + r for rank r.
+    """
+    tables = list[list[HeadShare]]()
+    for table in partition.tables:
+        heads = table[-1].head_stop
+        tables.append(
+            [
+                HeadShare(r * heads + x.head_start, r * heads + x.head_stop, [w * ranks + r for w in x.owners])
+                for r in range(ranks)
+                for x in table
+            ]
+        )
+    return msgspec.structs.replace(partition, num_workers=partition.num_workers * ranks, tables=tables)
+
+
 def state_shares(name: str, partition: Partition, heads: int, weights: Sequence[float]) -> list[HeadShare]:
     """The owners of the states of a recurrent layer: of runs of its heads with ``head``, of sequences with ``request``.
 

@@ -8,6 +8,7 @@ from itertools import chain
 
 from lamina.config.conflicts import KV_DISCARD, PRIORITY, SESSION_ID, conflict_text, need_text
 from lamina.config.engine_config import EngineConfig
+from lamina.kv.sparsity import OBSERVED_DECODE_ROWS
 from lamina.protocol.control import ComputeReady
 from lamina.request import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
 from lamina.scheduler.sampling_requests import completion_seed
@@ -29,6 +30,8 @@ class RequestIntake:
         """``info``: the model's constant facts. Raises ValueError for a context too short to be truncated."""
         self._config, self._sessions = config, sessions
         self._drops_blocks, self._selects_blocks = config.kv.drops_blocks, config.kv.selects_blocks
+        self._scored_rows = max(config.kv.kv_observation_window, OBSERVED_DECODE_ROWS)
+        self._prefill_unit = config.batching.prefill_chunk if config.model.deterministic else 1
         self._max_model_len, self._vocab_size, self._eos = info.max_model_len, info.vocab_size, info.eos_token_ids
         stripe_round_tokens = info.stripe_blocks * info.block_size * num_kv_shards
         self._overflow = build_context_overflow(config.overflow, info.max_model_len, stripe_round_tokens)
@@ -85,6 +88,8 @@ class RequestIntake:
                 discarded_ranges=discarded,
                 original_prompt=prompt if discarded else [],
                 evicts_kv=self._drops_blocks and sparse,
+                num_scored_rows=self._scored_rows,
+                prefill_unit=self._prefill_unit,
                 full_attention=dense,
                 do_not_cache=not cacheable,
                 external_sampling=external_sampling,

@@ -346,19 +346,27 @@ class WorkerGroup:
     def _connect_prefill(self, readies: dict[str, ComputeReady], keep: list[SurvivingKv] | None) -> None:
         """Connect prefill workers after the replicas, one at a time."""
         for member in self._registry.prefill:
-            memory, replicas = self._memory_of(member.handle.index % self._size), self._rendezvous_state.replicas
             meeting = Connect(
-                epoch=self.epoch, replicas=replicas, memory_addresses=memory, topology=self.topology, surviving=keep
+                epoch=self.epoch,
+                replicas=self._rendezvous_state.replicas,
+                memory_addresses=[self.address_of(m) for m in self._registry.memory],
+                topology=self._prefill_topology,
+                surviving=keep,
             )
             self._registry.send(member, meeting)
             readies[member.label] = self._answer(member, ComputeReady)
         there, topology, config = self._registry.prefill, self.topology, self._config
         ready, names = [readies[m.label] for m in there], [self._name(m.handle) for m in there]
         fetches = config.caches_prefixes and can_fetch_prefixes(ready, config.batching, topology.prefill_groups)
-        memory = self._memory_of(0) if config.fetches_stored_kv else []
+        memory = [self.address_of(m) for m in self._registry.memory] if config.fetches_stored_kv else []
         loaded = [self._loaded[m] for m in there]
         for place, order in prefill_connections(topology, names, loaded, memory, fetches=fetches):
             self._registry.send(there[place], order)
+
+    @property
+    def _prefill_topology(self) -> TopologyOptions:
+        """The topology as prefill workers have it, none of which is a rank."""
+        return msgspec.structs.replace(self.topology, tensor_parallel_size=1)
 
     @property
     def _rendezvous_state(self) -> RendezvousState:
@@ -405,17 +413,19 @@ class WorkerGroup:
         )
 
     def _start_compute(self, path: str, handle: WorkerHandle) -> StartCompute:
-        config = self._config
+        config, prefill = self._config, handle.role == "prefill"
+        ranks = 1 if prefill else self._size
         return StartCompute(
             path=path,
             model=config.model,
             kv=config.kv,
             batching=config.batching,
-            topology=self.topology,
+            topology=self._prefill_topology if prefill else self.topology,
             devices=config.devices,
             deadlines=config.deadlines,
-            replica=handle.index // self._size,
-            rank=handle.index % self._size,
+            replica=handle.index // ranks,
+            memory_ranks=self._size if prefill else 1,
+            rank=handle.index % ranks,
             weight_copies=self._copies(handle),
             device_number=self._gpu_number(handle),
             threads=self.threads(handle.role, handle.index),

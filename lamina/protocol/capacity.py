@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from lamina.config.engine_config import CHUNK_TOKENS
 from lamina.config.partition import PARTITIONS, KvShards, Partition, choose_stripe
 
@@ -32,6 +34,25 @@ def partition_of(name: str, layers: Sequence[LayerShape], weights: Sequence[floa
     """Return the partition called ``name`` over memory workers with these ``weights``. Raises ValueError."""
     stripe_chunks = choose_stripe(-(-max_len // CHUNK_TOKENS), len(weights))
     return PARTITIONS[name]([s.kv_heads for s in layers], weights, stripe_chunks)
+
+
+def layers_of_rank(layers: Sequence[LayerShape], rank: int, ranks: int) -> list[LayerShape]:
+    """Return the layers as ``rank`` has them: its heads, in order."""
+    return [
+        msgspec.structs.replace(
+            x,
+            q_heads=x.q_heads // ranks,
+            kv_heads=x.kv_heads // ranks,
+            sinks=_part_of(x.sinks, rank, ranks),
+            slopes=_part_of(x.slopes, rank, ranks),
+        )
+        for x in layers
+    ]
+
+
+def _part_of(operand: bytes, rank: int, ranks: int) -> bytes:
+    each = len(operand) // ranks
+    return operand[rank * each : (rank + 1) * each]
 
 
 def num_usable_blocks(num_blocks: Sequence[Sequence[int]]) -> list[int]:

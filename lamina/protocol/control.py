@@ -115,6 +115,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     devices: DeviceOptions
     deadlines: Deadlines
     replica: int  # number of the replica, or of the prefill worker among prefill workers
+    memory_ranks: int = 1  # ranks that have memory workers of their own, to all of which a prefill worker connects
     rank: int  # selects the part of the weights
     # Copies of the weights on this host, for which its first worker checks the memory; 0 for its other workers.
     weight_copies: int

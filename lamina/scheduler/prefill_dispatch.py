@@ -92,7 +92,7 @@ class PrefillDispatcher(Feature):
         ``known``: its tokens with KV on the memory workers. If the rest is at most one chunk, and others keep their
         SLO, compute workers run it, so that no KV is moved.
         """
-        rest = sequence.num_tokens_with_placeholders - known
+        rest = sequence.num_prefill_tokens - known
         here = rest <= 1 or (known > 0 and rest <= self._chunk and self.slo_admission.keeps_slo(rest))
         return bool(self.workers) and not here
 
@@ -299,7 +299,7 @@ class PrefillDispatcher(Feature):
         worker = self.workers[sequence.prefill_worker]
         if len(worker.in_flight) >= self._ahead or not worker.prompts or worker.prompts[0] is not sequence:
             return None
-        count = min(self._chunk, sequence.num_tokens_with_placeholders - sequence.num_computed_tokens)
+        count = min(self._chunk, sequence.num_prefill_tokens - sequence.num_computed_tokens)
         lent = self._lenders.get(sequence)
         begins = lent is not None and lent.source is None and lent.requested_s == math.inf
         return PrefillGrant(
@@ -321,7 +321,10 @@ class PrefillDispatcher(Feature):
             worker.prompt_cache.apply(plan)
         if (lent := self._lenders.get(sequence)) is not None and lent.requested_s == math.inf:  # with its first chunk
             lent.requested_s = self.slo_admission.now_s()
-        draws = [sequence] if grant.first + grant.count == sequence.num_tokens_with_placeholders else []
+        stop = grant.first + grant.count
+        is_last, draws = stop == sequence.num_prefill_tokens, list[Sequence]()
+        if stop == sequence.num_tokens_with_placeholders:
+            draws.append(sequence)
         step = ScheduledStep(plan, [sequence], draws, worker.index)
         worker.next_step += 1
         worker.in_flight.append(sequence)
@@ -329,8 +332,8 @@ class PrefillDispatcher(Feature):
             self._start_next(worker)
         sequence.num_computed_tokens += grant.count
         sequence.num_pending_prefill_chunks += 1
-        if draws:
-            sequence.num_output_placeholders += 1
+        sequence.num_output_placeholders += len(draws)
+        if is_last:
             worker.prompts.popleft()
         return step
 
@@ -370,14 +373,15 @@ class PrefillDispatcher(Feature):
             loading_s = min(step.fetch_s, max(0.0, loaded_s - load.chunk_began_s)) if lent.source is None else None
             self.slo_admission.on_prefix_fetched(sequence, lent.tokens, step.fetch_s, ahead_s, loading_s)
         sequence.num_pending_prefill_chunks -= 1
-        if step.sampled_sequences:
+        ends = not sequence.num_pending_prefill_chunks and sequence not in load.prompts
+        if step.sampled_sequences or (ends and sequence.evicts_kv):
             part = 1.0 if load.is_waiting_for_prefix else self.slo_admission.stage_share(sequence)
             self.slo_admission.on_prefill_done(sequence, load.chunk_began_s, part)
             if load.prompt_cache:
                 load.prompt_cache.on_computed(sequence)
             self._start_next(load, follows=True)
             sequence.prefill_worker = None
-        elif not sequence.num_pending_prefill_chunks and sequence not in load.prompts:  # its load has failed
+        elif ends:  # its load has failed
             self._leave_to_compute_workers(sequence)
 
     def _return(self, sequence: Sequence) -> _PrefixFetch | None:

@@ -50,6 +50,9 @@ class Sequence:
     num_computed_tokens: int = 0  # positions whose KV is stored or in flight
     num_cached_tokens: int = 0  # those of them whose KV was stored when it was admitted
     evicts_kv: bool = False  # it drops KV in most layers, so no other sequence may reuse it
+    # Last rows before it drops blocks, which compute workers run. ``prefill_unit``: prompts are cut at its multiples.
+    num_scored_rows: int = 0
+    prefill_unit: int = 1
     full_attention: bool = False  # it attends all of its KV, on a sparse engine
     kv_budget: int = 0  # tokens that it keeps or attends; 0: the engine's default
     block_scores: BlockScores | None = None  # set for a sparse one that has had rows
@@ -93,6 +96,17 @@ class Sequence:
         """Its session, if it is a turn that has ended by itself."""
         ended = self.output.finish_reason in ("stop", "length")
         return self.session if ended and not self.do_not_cache else None
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """The number of first tokens that a prefill worker may compute: memory workers score the rows before it drops
+        blocks, and rows after that lack these blocks.
+        """
+        if not self.evicts_kv:
+            return self.num_tokens_with_placeholders
+        scores, known = self.block_scores, len(self.tokens)
+        stop = known if scores is None else min(known, scores.next_drop_length)
+        return max(0, stop - self.num_scored_rows) // self.prefill_unit * self.prefill_unit
 
     @property
     def has_dropped_blocks(self) -> bool:

@@ -364,7 +364,7 @@ class SloAdmission:
             return PromptInfo(tokens, num_cached_tokens=self.cached_tokens_of(sequence), priority=priority)
         stored, loaded = self._stored_tokens_of(sequence) if self.conductor.stored_latency else (0, 0)
         keeps = self.keeps_prompts and not sequence.discarded_ranges
-        keys = self.keys.whole(sequence, len(sequence.prompt)) if keeps else ()
+        keys = self.keys.whole(sequence, min(len(sequence.prompt), sequence.num_prefill_tokens)) if keeps else ()
         page = self.keys.page_size if self.keeps_prompts else 1
         return PromptInfo(tokens, keys, page, priority=priority, num_stored_tokens=stored, num_loaded_tokens=loaded)
 

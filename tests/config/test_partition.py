@@ -15,6 +15,7 @@ from lamina.config.partition import (
     KvShards,
     Partition,
     Piece,
+    across_ranks,
     by_head,
     by_request,
 )
@@ -87,3 +88,23 @@ def test_a_worker_with_nothing_to_do_is_an_error(make: object, heads: int, weigh
     assert len(weights) < MAX_KV_SHARDS
     with pytest.raises(ValueError, match=r"memory worker [01] of 2 would get nothing of . KV heads: use fewer"):
         make([heads], weights)  # type: ignore[operator]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(sorted(PARTITIONS)), st.lists(st.integers(1, 6), min_size=1, max_size=3), WEIGHTS, st.integers(1, 4)
+)
+def test_ranks_have_their_own_workers_and_heads(
+    name: str, kv_heads: list[int], weights: list[float], ranks: int
+) -> None:
+    """``kv_heads``: of a rank."""
+    own = PARTITIONS[name](kv_heads, weights)
+    whole = across_ranks(own, ranks)
+    whole.check([heads * ranks for heads in kv_heads])
+    for layer, heads in enumerate(kv_heads):
+        for worker in range(own.num_workers):
+            for rank in range(ranks):
+                assert whole.pieces(layer, worker * ranks + rank) == [
+                    piece._replace(head_start=piece.head_start + rank * heads, head_stop=piece.head_stop + rank * heads)
+                    for piece in own.pieces(layer, worker)
+                ]

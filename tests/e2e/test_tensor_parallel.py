@@ -114,14 +114,44 @@ def test_tokens_of_families_are_those_of_one_rank(name: str, prompts: list[list[
     assert found == wanted
 
 
+@pytest.mark.no_retry
+@pytest.mark.long(but=["prefill_workers=1 memory_workers=4"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_workers": 1, "memory_workers": 4},
+        {"prefill_workers": 2, "prefill_pipeline": 2, "memory_workers": 2},
+        {"prefill_workers": 1, "memory_workers": 4, "partition": "token", "kv_offloading_size": "64MiB"},
+        {"prefill_workers": 1, "memory_workers": 4, "partition": "request", "pipeline": 3},
+    ],
+    ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()),
+)
+def test_a_prefill_worker_computes_prompts_for_all_ranks(
+    options: dict[str, Any], llama_path: Path, reference: Reference
+) -> None:
+    """It has all weights, and sends each rank's memory workers the heads of that rank."""
+    prompts = [[(7 * i + 3 * n) % 90 + 5 for i in range(length)] for n, length in enumerate((300, 200, 150))]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    with LLM(str(llama_path), transport="shm", tensor_parallel_size=2, prefill_chunk=32, **options) as llm:
+        found = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+        longer = prompts[0] + prompts[2]
+        (output,) = llm.generate([longer], params)
+        stats = llm.stats()
+    assert found == [reference(p, 16) for p in prompts]
+    assert output.outputs[0].token_ids == reference(longer, 16)
+    assert sum(s["rows"] for worker, s in stats.items() if worker.startswith("prefill")) > sum(map(len, prompts))
+    received = [stats[f"memory-{n}"]["bytes_received"] for n in range(options["memory_workers"])]
+    assert sum(received[::2]) == pytest.approx(sum(received[1::2]), rel=0.1), "ranks have equal parts"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"tensor_parallel_size": 2, "memory_workers": 3}, r"use --memory-workers 2 or 4, not 3"),
         ({"tensor_parallel_size": 0}, r"--tensor-parallel-size must be at least 1, not 0"),
         (
-            {"tensor_parallel_size": 2, "prefill_workers": 1},
-            r"--tensor-parallel-size 2 or more does not go with --prefill-workers",
+            {"tensor_parallel_size": 2, "prefill_workers": 1, "deterministic": True},
+            r"--tensor-parallel-size 2 or more with --prefill-workers does not go with --deterministic",
         ),
         ({"tensor_parallel_size": 2, "memory_weights": "2,1"}, r"every rank must have the same weights"),
         ({"collective": "ring"}, r"--collective must be one of auto, mesh, nccl, not 'ring'"),

@@ -119,6 +119,8 @@ FAST = (
     ("--context-overflow truncate", "--kv-offloading-size"), ("--preemption-mode swap", "--pipeline 3"),
     ("--kv-cache-dtype int8", "--kv-offload dir="), ("structured output", "--tensor-parallel-size 2"),
     ("--partition request", "--pipeline auto"), ("--pipeline auto", "--prefill-workers 1"),
+    ("--context-overflow truncate", "--prefill-workers 1"), ("--tensor-parallel-size 2", "--prefill-workers 1"),
+    ("--kv-sparsity evict", "--prefill-workers 1"),
 )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from lamina.config.engine_config import EngineConfig
 from lamina.executor.launchers.local import ProcessWorker
 from lamina.facts.worker_memory import WorkerMemory
@@ -58,17 +60,18 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
 
     with _memory_runtime(config) as measured:
         facts = rank_facts(model, config, free)
+        whole = _prefill_facts(facts, model, config, free)
         working = resident()
         working = working._replace(private=working.private + CUT_WITH_WEIGHTS)
         idle = measured()
     topology, spares = config.topology, config.launch.num_spares
     runtimes = {role: idle if role == "memory" else working for role in topology.num_workers}
     left = free - sum(runtimes[role].private * (n + spares.get(role, 0)) for role, n in topology.num_workers.items())
-    own = facts.weights.copied + facts.packed - facts.shared
-    left -= own * (topology.num_compute + topology.prefill_groups + spares["compute"]) + facts.shared
+    left -= _copied(facts) * (topology.num_compute + spares["compute"]) + facts.shared
+    left -= _copied(whole) * topology.prefill_groups
     workers = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
-        *(prefill_memory(facts, config, i, left) for i in range(topology.prefill_workers)),
+        *(prefill_memory(whole, config, i, left) for i in range(topology.prefill_workers)),
         *(_memory(facts, config, i, left) for i in range(topology.num_workers["memory"])),
         *(_spare(_compute(facts, config, i), i) for i in range(spares["compute"])),
         *(_spare(_memory(facts, config, 0, left), i) for i in range(spares["memory"])),
@@ -77,6 +80,19 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     in_process = netstack.in_process(config.launch.scheme)
     alone = workers[:1] if in_process else workers  # threads of one process have one runtime
     return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *workers[len(alone) :]]
+
+
+def _prefill_facts(facts: _RankFacts, model: str, config: EngineConfig, free: int) -> _RankFacts:
+    """Return the facts of prefill workers, which have all heads and weights. ``facts``: of a rank."""
+    topology = msgspec.structs.replace(config.topology, tensor_parallel_size=1)
+    if not topology.prefill_workers or topology == config.topology:
+        return facts
+    return rank_facts(model, msgspec.structs.replace(config, topology=topology), free)
+
+
+def _copied(facts: _RankFacts) -> int:
+    """Return the bytes of weights that each worker, or each group of stages, has for itself."""
+    return facts.weights.copied + facts.packed - facts.shared
 
 
 def _spare(like: WorkerMemory, number: int) -> WorkerMemory:
@@ -200,9 +216,8 @@ def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
     return WorkerMemory(
         name=f"compute-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_index("compute", index)),
-        memory_share=index % ranks,
         mapped=facts.weights.mapped + facts.shared,
-        copied=facts.weights.copied + facts.packed - facts.shared,
+        copied=_copied(facts),
         slots=slots,
         workspace=_slices(facts, config) + carried,
     )
@@ -239,7 +254,7 @@ def prefill_memory(facts: _RankFacts, config: EngineConfig, index: int, free: in
         name=f"prefill-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_index("prefill", index)),
         mapped=facts.weights.mapped + facts.shared,
-        copied=(facts.weights.copied + facts.packed - facts.shared) // stages,
+        copied=_copied(facts) // stages,
         kv=split.nbytes,
         slots=slots,
         workspace=_slices(facts, config) + attention,

@@ -84,7 +84,7 @@ class PromptCache:
     def _prompt_keys(self, sequence: Sequence) -> list[bytes]:
         if sequence.discarded_ranges:
             return []  # others with these tokens have other KV
-        return self._keys.whole(sequence, len(sequence.prompt))
+        return self._keys.whole(sequence, min(len(sequence.prompt), sequence.num_prefill_tokens))
 
     def reserve(self, sequence: Sequence, length: int, lender: PromptCache | None = None) -> None:
         """Reserve the first ``length`` tokens for a started sequence.

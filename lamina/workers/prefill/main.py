@@ -10,15 +10,17 @@ import torch
 from msgspec import structs
 
 from lamina.config.option import size_flag
-from lamina.config.partition import by_head
+from lamina.config.partition import Partition, across_ranks, by_head
+from lamina.config.sparsity import SparsityOptions
 from lamina.kv.stored_format import stored_dtype
 from lamina.netstack import Terms
 from lamina.ops import attention
 from lamina.ops.attention import name_of
+from lamina.protocol.capacity import layers_of_rank, partition_of
 from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.prefill_stages import stage_layers
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers, stored_prefix_reader
-from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest
+from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest, LayerShape
 from lamina.workers.compute.attention_client import AttentionClient
 from lamina.workers.compute.compute_worker import ComputeWorker
 from lamina.workers.compute.kv_capacity import prefill_inbox_geometries, prompt_cache_bytes, store_bytes
@@ -72,6 +74,13 @@ class PrefillServer(ModelServer):
     def own_slices(self, program: Any, num_layers: int) -> Any:
         one = self.start.topology.prefill_pipeline == 1
         return program if one else stage_program(program, self._own_layers(num_layers), num_layers)
+
+    def _partition(self, layers: list[LayerShape], max_len: int) -> Partition:
+        ranks, topology = self.start.memory_ranks, self.start.topology
+        if ranks == 1:
+            return super()._partition(layers, max_len)
+        own, weights = layers_of_rank(layers, 0, ranks), topology.normalized_weights[::ranks]
+        return across_ranks(partition_of(topology.partition, own, weights, max_len), ranks)
 
     def _own_layers(self, num_layers: int) -> range:
         stages = self.start.topology.prefill_pipeline
@@ -136,11 +145,13 @@ class PrefillServer(ModelServer):
             stages=start.topology.prefill_pipeline,
         )
         terms = Terms(outbound=outbound, inbound=inbound, name=start.name)
+        ranks, workers = start.memory_ranks, cut.partition.num_workers
+        layers = [layers_of_rank(cut.layers, rank, ranks) if ranks > 1 else cut.layers for rank in range(ranks)]
         join = JoinRequest(epoch=meeting.epoch, peer_number=self.replicas + start.replica, layers=cut.layers)
-        workers = cut.partition.num_workers
         for number, there in enumerate(meeting.memory_addresses):
             limit_s = start.deadlines.start_timeout_s
             channel = fabric.connect(there.url, replace(terms, peer=there.name, key=there.key), timeout_s=limit_s)
+            join = structs.replace(join, layers=layers[number % ranks])
             if number == workers:  # the parity worker
                 join = structs.replace(join, layers=parity_layers(cut.layers, workers))
             limit_s = start.deadlines.step_timeout_s
@@ -168,13 +179,13 @@ class PrefillServer(ModelServer):
                 f"a prefill worker takes {size_flag(needed, least=True)} for K and V of a prompt of up to "
                 f"{cut.max_len} tokens, {size_flag(free)} are free: lower --max-model-len or --prefill-workers"
             )
-        own = self._backend(backend, device, cut)
+        own, dense = self._backend(backend, device, cut), structs.asdict(SparsityOptions())
         bind = BindRequest(
             worker=0,
             partition=by_head([s.kv_heads for s in layers], [1.0], 0),
             layers=layers,
             dtype=str(cut.dtype).removeprefix("torch."),
-            kv=structs.replace(start.kv, attention=own),
+            kv=structs.replace(start.kv, attention=own, **dense),  # memory workers alone drop blocks
             kv_bytes=asked or prompt_cache_bytes(needed, free, start.topology.prefill_workers),
             max_rows=start.batching.max_rows,
             max_model_len=cut.max_len,
