@@ -15,7 +15,7 @@ NOT_OURS = frozenset((
     "_C", "_ops", "_schema", "_version", "_buffers", "_grouped_mm",  # of torch
     "_distributed_c10d", "_Options", "_devices", "_threads", "_timeout", "_set_default_timeout",  # its process groups
     "_attn", "_attn_implementation", "_experts_implementation", "_global_mapping",  # of transformers
-    "_keep_in_fp32_modules_strict",
+    "_keep_in_fp32_modules_strict", "_dequantize_fp8_weight",
 ))  # fmt: skip
 
 

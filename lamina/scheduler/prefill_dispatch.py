@@ -80,7 +80,7 @@ class PrefillDispatcher(Feature):
         self.workers = [_PrefillWorkerState(i) for i in range(num_workers)]
         self._lenders = dict[Sequence, _PrefixFetch]()  # fetches of prefixes
         # Sequences that workers fetch while they are loaded: when the load began, and its tokens.
-        self._overlapped = dict[Sequence, tuple[float, int]]()
+        self.overlapped = dict[Sequence, tuple[float, int]]()
         self._chunk = chunk
         self._first_batch, self._ahead = first_batch, ahead
         self.slo_admission = slo_admission or SloAdmission(num_workers)
@@ -185,12 +185,12 @@ class PrefillDispatcher(Feature):
         """Queue sequences at their workers of which enough is loaded: the rest follows, layer by layer."""
         for worker in self.workers:
             for sequence in [s for s in worker.loading if 0 < s.num_computed_tokens == s.num_loading_tokens]:
-                self._overlapped[sequence] = worker.loading.pop(sequence), sequence.num_loading_tokens
+                self.overlapped[sequence] = worker.loading.pop(sequence), sequence.num_loading_tokens
                 self.assign(sequence)
 
     def on_loaded(self, sequence: Sequence) -> tuple[()]:
         """Queue a sequence whose stored tokens are loaded at its worker, unless it is there already."""
-        if (early := self._overlapped.pop(sequence, None)) is not None:
+        if (early := self.overlapped.pop(sequence, None)) is not None:
             self._on_rest_loaded(sequence, *early)
             return ()
         worker = None if sequence.prefill_worker is None else self.workers[sequence.prefill_worker]
@@ -211,7 +211,7 @@ class PrefillDispatcher(Feature):
         elif sequence.num_pending_prefill_chunks and sequence.prefill_worker is not None:
             self._withdraw(sequence, self.workers[sequence.prefill_worker])
         elif sequence.prefill_worker is not None:
-            self._leave_to_compute_workers(sequence)
+            self.leave_to_compute_workers(sequence)
 
     def _withdraw(self, sequence: Sequence, worker: _PrefillWorkerState) -> None:
         """Start no more chunks of a sequence, and let no other one use what is computed of it."""
@@ -221,7 +221,8 @@ class PrefillDispatcher(Feature):
         if worker.prompt_cache:
             worker.prompt_cache.on_dropped(sequence)
 
-    def _leave_to_compute_workers(self, sequence: Sequence) -> None:
+    def leave_to_compute_workers(self, sequence: Sequence) -> None:
+        """Let compute workers run the rest of a prompt."""
         self.remove(sequence)
         if not sequence.finished:
             self.skip(sequence)
@@ -241,7 +242,7 @@ class PrefillDispatcher(Feature):
         """Remove a sequence that has no chunk in flight."""
         self.slo_admission.remove(sequence)
         self._return(sequence)
-        self._overlapped.pop(sequence, None)
+        self.overlapped.pop(sequence, None)
         if sequence.prefill_worker is not None:
             worker = self.workers[sequence.prefill_worker]
             worker.loading.pop(sequence, None)
@@ -253,7 +254,7 @@ class PrefillDispatcher(Feature):
     def roll_back(self, loss: Loss) -> None:
         """Remove all prompts from the workers, and those of finished sequences for good. Step numbers only grow."""
         self._lenders.clear()
-        self._overlapped.clear()
+        self.overlapped.clear()
         for worker in self.workers:
             worker.prompts.clear()
             worker.loading.clear()
@@ -369,7 +370,7 @@ class PrefillDispatcher(Feature):
         (sequence,) = step.sequences
         if lent := self._return(sequence):
             ahead_s = max(0.0, load.chunk_began_s - lent.requested_s)
-            loaded_s = math.inf if sequence in self._overlapped else lent.loaded_s
+            loaded_s = math.inf if sequence in self.overlapped else lent.loaded_s
             loading_s = min(step.fetch_s, max(0.0, loaded_s - load.chunk_began_s)) if lent.source is None else None
             self.slo_admission.on_prefix_fetched(sequence, lent.tokens, step.fetch_s, ahead_s, loading_s)
         sequence.num_pending_prefill_chunks -= 1
@@ -382,7 +383,7 @@ class PrefillDispatcher(Feature):
             self._start_next(load, follows=True)
             sequence.prefill_worker = None
         elif ends:  # its load has failed
-            self._leave_to_compute_workers(sequence)
+            self.leave_to_compute_workers(sequence)
 
     def _return(self, sequence: Sequence) -> _PrefixFetch | None:
         """End the fetch of a sequence's prefix. Returns it, if there was one."""

@@ -94,9 +94,9 @@ def test_what_a_prefill_worker_computes_on_a_failed_load_counts_for_nothing(
     """Compute workers continue after the page that is there, in the same epoch. No later prompt uses the rest."""
     script(monkeypatch, {"call": "read", "delay_s": 0.01}, {"call": "read", "after": 4, "times": 1, "fault": fault})
     failed = list[int]()
-    leaves = PrefillDispatcher._leave_to_compute_workers
+    leaves = PrefillDispatcher.leave_to_compute_workers
     monkeypatch.setattr(
-        PrefillDispatcher, "_leave_to_compute_workers", lambda self, s: (failed.append(s.id), leaves(self, s))
+        PrefillDispatcher, "leave_to_compute_workers", lambda self, s: (failed.append(s.id), leaves(self, s))
     )
     with LLM(str(llama_path), **{**OPTIONS, **way}) as llm:
         computed, _ = asked(llm)
@@ -121,12 +121,12 @@ def test_a_prompt_is_cancelled_while_it_is_loaded_and_fetched(
         computed, _ = asked(llm)
         forget(llm)
         number = llm.engine.add(PROMPT, PARAMS)
-        while not dispatcher._overlapped:
+        while not dispatcher.overlapped:
             llm.engine.step()
         llm.engine.cancel(number)
         llm.engine.release_idle_blocks()
         llm.engine.finish_in_flight()
-        assert not dispatcher._overlapped
+        assert not dispatcher.overlapped
         forget(llm)
         assert asked(llm) == (computed, 256)
         llm.reset_prefix_cache()

@@ -1,6 +1,7 @@
 """A server gets other numbers of workers while streams are open: each stream is what it would have been.
 
-Covers: lamina/cli/operate/scale.py, lamina/server/operator_routes.py.
+Covers: lamina/cli/operate/scale.py, lamina/server/operator_routes.py,
+lamina/server/engine_client/operator_commands.py.
 """
 
 from __future__ import annotations
