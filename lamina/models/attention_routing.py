@@ -266,10 +266,11 @@ class DecodeStep(nn.Module):
         """Run a step. Both arguments are int64; rows see each other only through attention. ``position_ids``: None if
         the model numbers its tokens itself.
         """
-        # Without a mask of ones, transformers looks for texts packed into one row, and makes masks from data.
+        # Without a mask of ones, transformers looks for texts packed into one row, and makes masks from data. It reads
+        # the mask, so that of a model without weights is not on the meta device.
         arguments: dict[str, Any] = {
             "position_ids": position_ids,
-            "attention_mask": torch.ones_like(input_ids),
+            "attention_mask": torch.ones_like(input_ids, device="cpu" if input_ids.is_meta else None),
             "use_cache": False,
             "return_dict": True,
         }

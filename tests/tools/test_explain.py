@@ -228,6 +228,8 @@ def test_a_hybrid_model_shows_its_mixers_with_their_states(tmp_path: Path, capsy
     assert [(m["exchange"], m["kind"], m["state"]) for m in facts["mixers"]] == [
         (n, "gated_delta", state) for n in range(3)
     ]
+    half, alone = (_json(capsys, str(tmp_path), "--dtype", "bfloat16", *more) for more in ([], ["--no-weights"]))
+    assert (alone["mixers"], alone["cuts"]) == (half["mixers"], half["cuts"])
     assert main(["explain", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "1 attention layer and 3 mixers (recurrent layers)" in text
