@@ -29,6 +29,7 @@ from .intake import RequestIntake, check_structure
 from .request import ActiveRequests, DecodeToken, IncrementalDetokenizer, Request
 from .scheduler_factory import (
     build_engine_features,
+    build_offload_index,
     build_prefix_cache,
     build_scheduler,
     build_slo_admission,
@@ -64,7 +65,8 @@ class Engine:
         self.accounting = new_block_tables(self.worker_info)
         self.sessions = Sessions()
         prefixes = build_prefix_cache(config, self.worker_info, self.accounting, self.sessions, clock)
-        self.slo_admission = build_slo_admission(config, self.worker_info, prefixes, clock, trace)
+        stored = build_offload_index(config, self.worker_info, self.accounting, prefixes)
+        self.slo_admission = build_slo_admission(config, self.worker_info, prefixes, stored, clock, trace)
         conducts = keeps_slo or config.topology.prefill_workers > 0 or self.slo_admission.decision_log is not None
         self.scheduler = build_scheduler(
             config,
@@ -72,6 +74,7 @@ class Engine:
             self.accounting,
             self.slo_admission,
             prefixes,
+            stored,
             conducts=conducts,
             scheduler_class=self.scheduler_class,
         )

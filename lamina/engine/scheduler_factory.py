@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 from msgspec import structs
 
@@ -115,6 +116,7 @@ def build_scheduler(
     tables: BlockTables,
     slo_admission: SloAdmission,
     prefixes: PrefixCache,
+    offload_index: OffloadIndex | None,
     *,
     conducts: bool,
     scheduler_class: type[Scheduler] = Scheduler,
@@ -135,7 +137,7 @@ def build_scheduler(
         num_batches=1 if topology.measures_pipeline else topology.max_batches,
         num_layers=info.num_layers,
         allocator=allocator,
-        features=_features(config, info, tables, allocator, slo_admission, prefixes, conducts=conducts),
+        features=_features(config, info, tables, allocator, slo_admission, prefixes, offload_index, conducts=conducts),
     )
     scheduler.begin_epoch(info.epoch, topology.replicas)
     return scheduler
@@ -148,36 +150,29 @@ def _features(
     allocator: KvAllocator,
     slo_admission: SloAdmission,
     prefixes: PrefixCache,
+    offload_index: OffloadIndex | None,
     *,
     conducts: bool,
 ) -> list[Feature]:
     """The configured features, in the order in which the scheduler calls them. A feature uses only earlier ones."""
-    tier = _tier(config, tables, info, prefixes)
     budget, ranks = parse_error_budget(config.kv.kv_error_budget), config.topology.tensor_parallel_size
-    prefill = _prefill(config, info, slo_admission, prefixes, tier) if conducts else None
-    swap = _swaps(config, tier)
+    prefill = _prefill(config, info, slo_admission, prefixes) if conducts else None
+    swap = _swaps(config, offload_index)
     table = [
         prefill,
         swap,
         ReferenceDecoder(config.kv, budget) if budget else None,
         prefixes,
-        SessionCache(prefixes, tables, tier),
-        tier,  # saves pages before evictions drop their blocks
+        SessionCache(prefixes, tables, offload_index),
+        offload_index,  # saves pages before evictions drop their blocks
         BlockSelection() if config.kv.is_sparse else None,
-        _recurrent_states(config, info, prefixes),
+        RecurrentStates(prefixes) if isinstance(prefixes, HybridPrefixCache) else None,
         _evictions(config, info),
         PrefillPlacement(prefill, prefixes) if prefill else None,
         KvMigration(tables, allocator, prefixes, ranks) if config.migrates_kv and not info.state_shards else None,
         StepTimer(slo_admission, swap) if conducts or swap else None,
     ]
     return [feature for feature in table if feature is not None]
-
-
-def _recurrent_states(config: EngineConfig, info: ComputeReady, prefixes: PrefixCache) -> RecurrentStates | None:
-    if not isinstance(prefixes, HybridPrefixCache):
-        return None
-    versions = versions_of_sequence(config.topology.max_batches)
-    return RecurrentStates(prefixes, StateLedger(info.state_shards, info.state_slots, versions))
 
 
 def _explain(slo_admission: SloAdmission, info: ComputeReady) -> None:
@@ -190,16 +185,8 @@ def _prefill(
     info: ComputeReady,
     slo_admission: SloAdmission,
     prefixes: PrefixCache,
-    tier: OffloadIndex | None,
 ) -> PrefillDispatcher:
     _explain(slo_admission, info)
-
-    def stored_tokens_of(sequence: Sequence) -> tuple[int, int]:
-        pool = prefixes.num_cached_tokens(sequence)
-        load = tier.find_loadable(sequence, pool) if tier and not sequence.discarded_ranges else None
-        return (load.length, load.length) if load else (pool, 0)
-
-    slo_admission.set_stored_tokens(stored_tokens_of)
     return PrefillDispatcher(
         config.topology.prefill_groups,
         config.batching.prefill_chunk,
@@ -270,12 +257,24 @@ def refresh_prefill_stores(
 
 
 def build_slo_admission(
-    config: EngineConfig, info: ComputeReady, prefix_cache: PrefixCache, clock: Callable[[], float], trace: Recorder
+    config: EngineConfig,
+    info: ComputeReady,
+    prefix_cache: PrefixCache,
+    offload_index: OffloadIndex | None,
+    clock: Callable[[], float],
+    trace: Recorder,
 ) -> SloAdmission:
     """Returns the SLO admission of an engine, without limits at first.
 
-    ``prefix_cache``: knows cached tokens. ``clock``: returns seconds. ``trace``: gets decisions.
+    ``prefix_cache``, ``offload_index``: know cached and stored tokens. ``clock``: returns seconds. ``trace``: gets
+    decisions.
     """
+
+    def stored_tokens_of(sequence: Sequence) -> tuple[int, int]:
+        pool = prefix_cache.num_cached_tokens(sequence)
+        load = offload_index.find_loadable(sequence, pool) if offload_index and not sequence.discarded_ranges else None
+        return (load.length, load.length) if load else (pool, 0)
+
     staged = PrefillPipelineShape(config.topology.prefill_pipeline, config.batching.prefill_chunk)
     stages = staged.stages if config.topology.prefill_workers else 0
     return SloAdmission(
@@ -288,6 +287,7 @@ def build_slo_admission(
         transfer_latency=_transfer_latency(info),
         cached_tokens_of=prefix_cache.num_cached_or_pending,
         shared_tokens_of=prefix_cache.num_shared_tokens,
+        stored_tokens_of=stored_tokens_of,
         stored_latency=_stored_latency(config, info),
         decision_log=DecisionLog(trace.note, stages) if trace.notes is not None else None,
     )
@@ -314,11 +314,14 @@ def build_prefix_cache(
     config: EngineConfig, info: ComputeReady, tables: BlockTables, sessions: Sessions, clock: Callable[[], float]
 ) -> PrefixCache:
     """Returns the prefix cache. With ``--deterministic``, prefixes end where chunks of a fresh prompt end."""
-    form = HybridPrefixCache if info.state_shards else PrefixCache
     batching, fixed = config.batching, config.model.deterministic
     page = math.lcm(tables.block_size, batching.prefill_chunk if fixed else 1)
     kept = page if config.caches_prefixes else 0
     prompts_only = fixed or info.clamps_prompts
+    form: Callable[..., PrefixCache] = PrefixCache
+    if info.state_shards:
+        versions = versions_of_sequence(config.topology.max_batches)
+        form = partial(HybridPrefixCache, StateLedger(info.state_shards, info.state_slots, versions))
     return form(tables, kept, prompts_only=prompts_only, exact=not fixed, clock=clock, sessions=sessions)
 
 
@@ -328,7 +331,9 @@ def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:
     return BlockPruner(config.kv, info.block_size, len({w for group in info.holders for w in group}))
 
 
-def _tier(config: EngineConfig, tables: BlockTables, info: ComputeReady, prefixes: PrefixCache) -> OffloadIndex | None:
+def build_offload_index(
+    config: EngineConfig, info: ComputeReady, tables: BlockTables, prefixes: PrefixCache
+) -> OffloadIndex | None:
     """Returns the index of KV in storage; None without storage.
 
     With ``--deterministic``, loaded prefixes end where those of the prefix cache do.

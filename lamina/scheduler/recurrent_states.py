@@ -11,7 +11,6 @@ from .kv_manager.hybrid_prefix_cache import HybridPrefixCache
 from .scheduler_output import Round, ScheduledStep
 from .sequence import Sequence
 from .starts import Candidates, KvStart
-from .state_ledger import StateLedger
 
 
 class RecurrentStates(Feature):
@@ -22,9 +21,8 @@ class RecurrentStates(Feature):
     their snapshots. The other versions of running sequences always have room.
     """
 
-    def __init__(self, prefixes: HybridPrefixCache, ledger: StateLedger) -> None:
-        self._prefixes, self._ledger = prefixes, ledger
-        prefixes.states = ledger
+    def __init__(self, prefixes: HybridPrefixCache) -> None:
+        self._prefixes, self._ledger = prefixes, prefixes.states
         self._done: dict[int, int] = {}  # sequence -> tokens after the last step that is done
         self._is_rolled_back = False
 

@@ -76,6 +76,7 @@ class SloAdmission:
         transfer_latency: TransferLatencyEstimator | None = None,
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
         shared_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
+        stored_tokens_of: StoredTokens = lambda sequence: (0, 0),
         stored_latency: StoredLatency | None = None,
         decision_log: DecisionLog | None = None,
     ) -> None:
@@ -84,13 +85,14 @@ class SloAdmission:
         ``prefix_index``, ``keys``: the pages of prompts that prefill workers keep. ``transfer_latency``: the time to
         send pages from one prefill worker to another; None: they send none. ``cached_tokens_of``: the first tokens of
         a sequence that are cached. ``shared_tokens_of``: tokens that the completions of a request compute once.
+        ``stored_tokens_of``: what memory workers have for a prompt.
         ``stored_latency``: the time to get what memory workers have stored; None: prefill workers get none of it.
         ``decision_log`` gets each decision, unless None.
         """
         self.cached_tokens_of, self.shared_tokens_of = cached_tokens_of, shared_tokens_of
         self.has_limits, self.decision_log = False, decision_log
         self.keeps_prompts = False  # prefill workers keep K and V of prompts
-        self._stored_tokens_of: StoredTokens = lambda sequence: (0, 0)
+        self._stored_tokens_of = stored_tokens_of
         self.prefix_index, self.keys = prefix_index or PrefixIndex(), keys or PageKeys(0)
         self.conductor = Conductor(
             config=ConductorConfig(policy="auto"),
@@ -111,10 +113,6 @@ class SloAdmission:
         self._inline = dict[Sequence, float]()  # prompts that compute workers run, and when each began
         self._since_s = 0.0  # when the last of these ended
         self._counts = SloCounts()
-
-    def set_stored_tokens(self, of: StoredTokens) -> None:
-        """Look up by ``of`` what memory workers have for a prompt."""
-        self._stored_tokens_of = of
 
     def set_config(self, rules: ConductorConfig) -> None:
         """Replace the configuration before the first request. Forgets what profiling's prompts have taught."""

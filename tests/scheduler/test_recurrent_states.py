@@ -29,9 +29,9 @@ SYSTEM = [*range(100, 110)]
 
 def build(slots: int = 5 * SEQUENCES, *, page: int = PAGE, num_batches: int = 1, exact: bool = True) -> Scheduler:
     tables = BlockTables([0], [400], PAGE)
-    prefixes = HybridPrefixCache(tables, page, exact=exact, prompts_only=not exact)
-    states = RecurrentStates(prefixes, StateLedger([KvShards(), KvShards(), None], slots))
-    features = [prefixes, states]
+    ledger = StateLedger([KvShards(), KvShards(), None], slots)
+    prefixes = HybridPrefixCache(ledger, tables, page, exact=exact, prompts_only=not exact)
+    features = [prefixes, RecurrentStates(prefixes)]
     return Scheduler(
         tables, max_num_seqs=SEQUENCES, prefill_chunk=8, num_batches=num_batches, features=features, aligned=not exact
     )

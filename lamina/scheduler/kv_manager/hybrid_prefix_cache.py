@@ -8,9 +8,11 @@ the other waits for that. Snapshots go with the pages of their sequence. Pure po
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
+from typing import Any
 
 from msgspec import structs
 
+from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.step_plan import Free, SequenceOp, StateRows, SurvivingKv, Truncate
 from lamina.scheduler.feature import Loss
 from lamina.scheduler.sequence import Sequence
@@ -23,7 +25,9 @@ from .prefix_cache import CommonPrefix, PrefixCache
 class HybridPrefixCache(PrefixCache):
     """The running and retained sequences in the pool, of which each can be forked at its snapshots alone."""
 
-    states: StateLedger  # set before the first round
+    def __init__(self, states: StateLedger, accounting: BlockTables, page: int, **options: Any) -> None:
+        super().__init__(accounting, page, **options)
+        self.states = states
 
     def lookup(self, sequence: Sequence) -> list[CommonPrefix]:
         """All snapshots that a waiting sequence may begin with, the shortest first."""
