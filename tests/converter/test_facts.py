@@ -46,7 +46,7 @@ def test_json_has_what_tools_read() -> None:
     assert facts["num_slices"] == len(facts["slices"]) == 4
     assert facts["stamped"] is False
     assert {k: facts["messages"][k] for k in ("q", "kv", "o")} == {"q": 64, "kv": 64, "o": 64}
-    assert facts["messages"]["layers"][2] == {"layer": 2, "q": 64, "kv": 64, "o": 64}
+    assert facts["messages"]["layers"][2] == {"layer": 2, "exchange": 2, "q": 64, "kv": 64, "o": 64}
     assert [c["bytes_per_token"] for c in facts["cuts"]] == [68, 68, 64]
     assert facts["cuts"][0]["tensors"][0] == {
         "name": "hidden", "shape": [1, 32], "dtype": "torch.bfloat16", "bytes_per_token": 64

@@ -85,7 +85,7 @@ def test_a_layer_is_fetched_while_the_next_one_is_loaded(
             assert sent[0].end < max(load.end for load in loads.values()), "the first one was sent before the last came"
 
 
-@LONG
+@pytest.mark.long(but=["lost-{'transport': 'shm'}"])
 @pytest.mark.parametrize("way", WAYS[:3], ids=str)
 @pytest.mark.parametrize("fault", ["lost", "broken"])
 def test_what_a_prefill_worker_computes_on_a_failed_load_counts_for_nothing(

@@ -26,6 +26,7 @@ from lamina.protocol.step_plan import SurvivingKv
 from lamina.request import ResumedCompletion
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.tools.plan.simulator.clock import VirtualClock
+from lamina.workers.memory.state_store import state_shards
 from simulation.model import EOS, Letters, letters
 from simulation.play import MOST_STEPS, Play, ScenarioError, SoFar, is_broken, least
 from simulation.scenario import BLOCK, MAX_LEN, Arriving
@@ -239,9 +240,13 @@ class FleetPlay(Play):
             ready = [process.memory.preallocation.arena.nbytes for process in self._pools.memory]
             assert not any(ready), f"memory that was made ready is nobody's: {ready} bytes"
         self._check_tables(tables, self._engine.worker_info.holders)
-        states = [store.states for store in stores if store is not None and store.states is not None]
-        for one in states:
-            same = [other.versions.report() for other in states if other.kv_shards == one.kv_shards]
+        states = [
+            (state_shards(store.bind_request), store.states.versions.report())
+            for store in stores
+            if store is not None and store.states is not None
+        ]
+        for one, _ in states:
+            same = [report for other, report in states if other == one]
             assert all(report == same[0] for report in same), f"memory workers have other states: {same}"
 
     def _check_answer(self, ask: Arriving, answer: Sequence[SoFar]) -> int:
