@@ -125,7 +125,8 @@ def read_config(directory: Path, *, trust_remote_code: bool = False, hf_override
             config = config_overrides.read_overridden(directory, raw, trust_remote_code=trust_remote_code)
         else:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-        for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        parts = (getattr(config, name, None) for name in config.sub_configs)
+        for part in (config, *(part for part in parts if part is not None)):
             vars(part).pop("quantization_config", None)  # Lamina reads the weights itself
         if not trust_remote_code:  # Lamina chooses: another choice may load a kernel
             config._attn_implementation = config._experts_implementation = None
