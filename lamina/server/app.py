@@ -25,6 +25,7 @@ from .middleware.auth import Auth
 from .middleware.head_requests import HeadRequests
 from .middleware.root_path import RootPath
 from .middleware.trusted_hosts import TrustedHosts
+from .openapi import DescribedApp
 from .unsupported_routes import route_not_found, unsupported_route
 
 
@@ -32,8 +33,14 @@ def make_app(service: Service) -> FastAPI:
     """Return the application with its routes, without middleware."""
     root = service.config.root_path
     servers = [{"url": root}] if root else None
-    app = FastAPI(
-        title="Lamina", version=__version__, docs_url=None, redoc_url=None, servers=servers, redirect_slashes=False
+    app = DescribedApp(
+        service.config,
+        title="Lamina",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        servers=servers,
+        redirect_slashes=False,
     )
     app.state.service = service
     for router in _routers(service):

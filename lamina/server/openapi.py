@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from fastapi import FastAPI
 from pydantic import BaseModel
+
+from .server_config import ServerConfig
 
 Answers = dict[int | str, dict[str, Any]]
 
@@ -39,8 +43,54 @@ _WHY = {
     503: "the server shuts down, the engine is gone, or memory is full now",
 }
 _WORDS = {"ge": "minimum", "le": "maximum"}  # pydantic's names, for integers that may be written as 1.0
+_SCORES = ("logprobs", "top_logprobs", "prompt_logprobs")
 _ANY = (401, 403, 500)  # statuses of any route
 _WITH_BODY = (400, 404, 408, 413, 415, 503)
+
+
+class DescribedApp(FastAPI):
+    """An application whose description states the limits of ``config``."""
+
+    def __init__(self, config: ServerConfig, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = {
+            "n": {"maximum": config.max_n},
+            "stop": {"maxItems": config.max_stop, "maxLength": config.max_stop_chars},
+            "bad_words": {"maxItems": config.max_logit_bias, "maxLength": config.max_stop_chars},
+            "stop_token_ids": {"maxItems": config.max_logit_bias},
+            "logit_bias": {"maxProperties": config.max_logit_bias},
+        }
+        if config.max_logprobs >= 0:
+            self._limits |= {name: {"maximum": config.max_logprobs} for name in _SCORES}
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the description of all routes, made at the first call."""
+        if self.openapi_schema is None:
+            self.openapi_schema = _limited(super().openapi(), self._limits)
+        return self.openapi_schema
+
+
+def _limited(description: Any, limits: Mapping[str, Mapping[str, int]]) -> Any:
+    """Return a description in which no bound of a property exceeds its entry in ``limits``."""
+    if isinstance(description, list):
+        return [_limited(x, limits) for x in description]
+    if not isinstance(description, dict):
+        return description
+    found = {key: _limited(value, limits) for key, value in description.items()}
+    if isinstance(properties := found.get("properties"), dict):
+        found["properties"] = {n: _lowered(form, limits[n]) if n in limits else form for n, form in properties.items()}
+    return found
+
+
+def _lowered(form: Any, limit: Mapping[str, int]) -> Any:
+    if isinstance(form, list):
+        return [_lowered(x, limit) for x in form]
+    if not isinstance(form, dict):
+        return form
+    return {
+        key: min(value, limit[key]) if key in limit and isinstance(value, int | float) else _lowered(value, limit)
+        for key, value in form.items()
+    }
 
 
 def responses_of(*statuses: int, kinds: tuple[str, ...] = ("application/json",), body: bool = False) -> Answers:

@@ -63,6 +63,17 @@ def test_every_field_of_every_body_has_bounds() -> None:
         assert list(unbounded(schema, "")) == [], path
 
 
+def test_the_description_states_the_limits_of_this_server() -> None:
+    service = make_service(max_n=3, max_stop=5, max_stop_chars=70, max_logprobs=7, max_logit_bias=11)
+    post = ask("GET", "/openapi.json", service).json()["paths"]["/v1/completions"]["post"]
+    fields = post["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    stop, strings = (form for form in fields["stop"]["anyOf"] if form["type"] != "null")
+    assert fields["n"]["anyOf"][0] | {"minimum": 1, "maximum": 3} == fields["n"]["anyOf"][0]
+    assert (stop["maxLength"], strings["maxItems"], strings["items"]["maxLength"]) == (70, 5, 70)
+    assert fields["logprobs"]["anyOf"][0]["maximum"] == fields["prompt_logprobs"]["anyOf"][0]["maximum"] == 7
+    assert fields["logit_bias"]["anyOf"][0]["maxProperties"] == fields["stop_token_ids"]["anyOf"][0]["maxItems"] == 11
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
