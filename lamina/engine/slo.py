@@ -19,6 +19,8 @@ class SloGate(EngineFeature):
         self._admission, self._scheduler = admission, scheduler
 
     def on_arrival(self, sequences: Several[Sequence], *, accepted: bool) -> None:
+        for sequence in sequences:
+            sequence.is_accepted = accepted
         self._admission.check_admission(sequences, self._scheduler.max_sequences_of, accepted=accepted)
 
     def on_first_rows(self, sequence: Sequence) -> None:

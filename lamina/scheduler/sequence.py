@@ -67,6 +67,7 @@ class Sequence:
     do_not_cache: bool = False  # no other prompt may reuse its KV, such as after a reset of the prefix cache
     num_pending_prefill_chunks: int = 0  # chunks there whose K and V are not stored yet
     num_preemptions: int = 0  # how often it was preempted
+    is_accepted: bool = False  # an earlier engine or server has accepted it, so it is not refused for load
     # Prompt tokens whose log-probabilities are known or requested, less the first.
     num_scored_prompt_tokens: int = 0
     # Tokens of the completion that compute workers have counted for penalties, under this id; -1: none were sent.

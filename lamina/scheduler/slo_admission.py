@@ -285,7 +285,7 @@ class SloAdmission:
     def check_decode_admission(self, sequence: Sequence) -> Refusal | None:
         """The reason why a sequence is rejected after its first token; None if it decodes."""
         booked = self._reservations.get(sequence)
-        if not self.has_limits or booked is None or sequence.finished:
+        if not self.has_limits or booked is None or sequence.finished or sequence.is_accepted:
             return None
         refusal = self.conductor.check_decode_admission(
             sequence.num_tokens_with_placeholders, self._clock() - booked.at_s

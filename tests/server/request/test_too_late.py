@@ -115,7 +115,7 @@ def test_the_engines_loop_refuses_at_the_arrival_and_takes_whom_it_took_before()
     assert promises.conductor.num_waiting == promises.conductor.decode_load_model.num_running == 0
 
 
-def test_a_prompt_that_is_computed_and_cannot_be_decoded_ends() -> None:
+def test_a_prompt_that_is_computed_and_cannot_be_decoded_ends_unless_it_was_taken_before() -> None:
     bench = Bench()
     promises = bench.engine.slo_admission
     promises.set_config(ServerConfig(slo_tbt="1us", overload="baseline").conductor_config)
@@ -125,8 +125,9 @@ def test_a_prompt_that_is_computed_and_cannot_be_decoded_ends() -> None:
     for _ in range(8):
         promises.on_round_done(1, 10.0, 1.0)
     bench.loop.take(AddPrompt(8, PROMPT, PARAMS))
+    bench.loop.take(AddPrompt(9, PROMPT, PARAMS, accepted=True))
     ends = {d.key: d for d in bench.work() if d.finish_reason}
-    assert (ends[7].finish_reason, ends[8].finish_reason) == ("length", "error")
+    assert {key: end.finish_reason for key, end in ends.items()} == {7: "length", 8: "error", 9: "length"}
     assert (ends[8].blame, ends[8].refusal and ends[8].refusal.reason) == (ErrorOrigin.LOAD, "tbt")
     counts = promises.counts()
     assert counts is not None
