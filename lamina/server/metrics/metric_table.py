@@ -145,7 +145,7 @@ METRICS: dict[str, MetricSpec] = {
     # Prefill workers and --slo.
     "prefill_replicated_pages": _gauge(
         "pages", "second and further copies of prompts' pages on prefill workers"),
-    "prefill_load": _gauge("", "the last admitted prompt's wait, divided by --slo ttft="),
+    "prefill_load": _gauge("", "the wait of the longest queue of prompts, divided by --slo ttft="),
     "decode_load": _gauge("", "the time of a decoding step, divided by --slo tbt="),
     "ttft_samples": _counter("requests", "prompts counted in the next two sums"),
     "ttft_predicted_seconds": _counter(
