@@ -76,10 +76,10 @@ def _limited(description: Any, limits: Mapping[str, Mapping[str, int]]) -> Any:
         return [_limited(x, limits) for x in description]
     if not isinstance(description, dict):
         return description
-    found = {key: _limited(value, limits) for key, value in description.items()}
-    if isinstance(properties := found.get("properties"), dict):
-        found["properties"] = {n: _lowered(form, limits[n]) if n in limits else form for n, form in properties.items()}
-    return found
+    copied = {key: _limited(value, limits) for key, value in description.items()}
+    if isinstance(properties := copied.get("properties"), dict):
+        copied["properties"] = {n: _lowered(form, limits[n]) if n in limits else form for n, form in properties.items()}
+    return copied
 
 
 def _lowered(form: Any, limit: Mapping[str, int]) -> Any:
