@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import pytest
+
+from lamina.config.flag_groups import flag_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lamina", "converter", "netstack")
@@ -104,11 +106,12 @@ class Facts(NamedTuple):
     sent_away: list[str]  # classes and functions whose docstring begins with the name of another file
     comparisons: list[ast.Compare]
     functions: list[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]  # and the lines of each one's body
+    refusals: list[ast.Raise | ast.Call]  # and calls of a parser's error
 
 
 @cache
 def facts(path: Path) -> Facts:
-    tree, found = ast.parse(path.read_text()), Facts([], [], [], [], [])
+    tree, found = ast.parse(path.read_text()), Facts([], [], [], [], [], [])
     nodes = list(ast.walk(tree))
     typing = [n for n in nodes if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"]
     for_types = {id(inner) for n in typing for inner in ast.walk(n)}
@@ -117,6 +120,8 @@ def facts(path: Path) -> Facts:
             found.imports.append((node, id(node) in for_types))
         elif isinstance(node, ast.Compare):
             found.comparisons.append(node)
+        elif is_refusal(node):
+            found.refusals.append(node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if re.match(r"See [`A-Z]|See (\w+\.)", ast.get_docstring(node) or ""):
                 found.sent_away.append(node.name)
@@ -125,6 +130,12 @@ def facts(path: Path) -> Facts:
             else:
                 found.functions.append((node, body_lines(node)))
     return found
+
+
+def is_refusal(node: ast.AST) -> TypeGuard[ast.Raise | ast.Call]:
+    return isinstance(node, ast.Raise) or (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "error"
+    )
 
 
 def base_of(path: Path, node: ast.ImportFrom) -> str:
@@ -579,3 +590,82 @@ def test_no_object_gets_a_collaborator_from_outside_after_it_was_made(room: str)
 def test_a_collaborator_that_is_set_from_outside_is_found() -> None:
     source = "engine.executor, engine.idle = wire, False\nself.executor = wire\nself._admission.decision_log = None"
     assert set_from_outside(ast.parse(source)) == ["engine.executor", "self._admission.decision_log"]
+
+
+# Refusals that name two flags, and are no lines of lamina/config/conflicts.py: with other values, all go together.
+OUTSIDE_THE_TABLE: dict[str, tuple[set[str], ...]] = {
+    "their numbers have to agree": (
+        {"--memory-addresses", "--memory-workers"},
+        {"--memory-weights", "--memory-workers"},
+        {"--memory-weights", "--tensor-parallel-size"},
+        {"--tensor-parallel-size", "--memory-workers"},
+        {"--tensor-parallel-size", "--spare-compute"},
+        {"--prefill-pipeline", "--prefill-workers"},
+        {"--batch-size", "--max-num-seqs"},
+    ),
+    "the model decides, and the other flag is the fix": (
+        {"--kv-parity", "--memory-workers"},
+        {"--kv-sparsity", "--memory-workers", "--memory-weights"},
+        {"--max-model-len", "--hf-overrides"},
+    ),
+    "memory or time is too little, and the flags say what takes it": (
+        {"--kv-cache-memory-bytes", "--max-model-len"},
+        {"--kv-cache-memory-bytes", "--max-model-len", "--partition", "--lending"},
+        {"--kv-cache-memory-bytes", "--lending"},
+        {"--kv-cache-memory-bytes", "--pipeline"},
+        {"--context-overflow", "--max-model-len"},
+        {"--pipeline", "--max-model-len"},
+        {"--prefill-kv-memory", "--max-model-len"},
+        {"--prefill-workers", "--max-model-len"},
+        {"--pipeline", "--prefill-workers"},
+        {"--pipeline", "--max-num-seqs", "--prefill-chunk"},
+    ),
+    "the host decides": (
+        {"--collective", "--tensor-parallel-size"},
+        {"--compute-device", "--tensor-parallel-size"},
+        {"--memory-device", "--attention-backend"},
+        {"--host", "--port"},
+    ),
+    "one of them is missing": ({"--prompt", "--prompt-file"}, {"--trace", "--devices", "--calibrate"}),
+    "what is in a file decides": ({"--file", "--key-file"}, {"--rate", "--trace"}),
+    "an error is told by another command's names": ({"--prefill-policy", "--kvcache-balancing-threshold"},),
+}
+
+
+def flags_in(node: ast.AST) -> Iterator[str]:
+    """Yields the flags that a text names: written out, or by the name of their option."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            yield from re.findall(r"--[a-z][a-z-]+", inner.value)
+        elif isinstance(inner, ast.Call) and ast.unparse(inner.func) in ("flag_name", "flag_text", "with_value"):
+            option = inner.args[0]
+            yield flag_name(option.value).split()[0] if isinstance(option, ast.Constant) else ast.unparse(inner)
+
+
+def pairs_refused(refusals: Iterable[ast.AST]) -> Iterator[set[str]]:
+    """Yields the flags of each refusal that names two or more, and is no line of the table of conflicts."""
+    for node in refusals:
+        if len(flags := {*flags_in(node)}) > 1 and not re.search(r"\b(conflict|need)_text\(", ast.unparse(node)):
+            yield flags
+
+
+def test_options_that_exclude_each_other_are_refused_by_the_table_alone() -> None:
+    allowed = [flags for each in OUTSIDE_THE_TABLE.values() for flags in each]
+    found = [(str(p.relative_to(ROOT)), flags) for p in sources("lamina") for flags in pairs_refused(facts(p).refusals)]
+    assert [(path, flags) for path, flags in found if flags not in allowed] == []
+    assert [flags for flags in allowed if flags not in (each for _, each in found)] == [], "no code refuses these"
+
+
+def test_a_refusal_outside_the_table_is_found() -> None:
+    source = """
+if a: raise ValueError(f"--cores {a} is not for --transport {b}")
+if a: raise ConfigError(f"{flag_name(name)} is not for --kv-sparsity none")
+if a: parser.error(f"{flag_name('kv_budget')} needs --compute-device")
+if a: raise ValueError(conflict_text("--cores", "--transport loopback"))
+if a: raise ValueError("--cores must be a list, not --")
+"""
+    assert [*pairs_refused(filter(is_refusal, ast.walk(ast.parse(source))))] == [
+        {"--cores", "--transport"},
+        {"flag_name(name)", "--kv-sparsity"},
+        {"--kv-sparsity", "--compute-device"},
+    ]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lamina.config.conflicts import need_text
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import flat_options
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     params = _sampling(args)
     if params.logprobs is not None and not args.json:
-        raise ValueError("--logprobs needs --json, which prints them")
+        raise ValueError(need_text("generate --logprobs", ["generate --json"]))
     prompts = args.prompt + _read_prompts(args.prompt_file)
     if args.print_config:
         print_config(config, model=args.model)

@@ -1,18 +1,20 @@
 """The table of settings that exclude or need each other, in the user's own flags.
 
 ``check_compatible`` refuses by it what options alone decide. Code that learns the rest later raises the same text by
-``conflict_text`` and ``need_text``: of a model's layers, a request, a change while serving. docs/conflicts.md shows it.
+``conflict_text`` and ``need_text``: of a model's layers, a request, a change while serving, or a sub-command's own
+flags. docs/conflicts.md shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from lamina.netstack import in_process, made_at_start
 from lamina.netstack.schemes import BY_RDMA
 
-from .engine_config import ONLINE, EngineConfig
+from .engine_config import ONLINE, OVERRIDES_EXAMPLE, EngineConfig
+from .flag_groups import flag_name
 from .offload import STORE_SIZE
 from .option import MEASURED
 
@@ -96,9 +98,29 @@ SETTINGS: dict[str, Setting] = {
     "--kv-sparsity evict:max-kl=": Setting(
         lambda c: bool(c.kv.kv_error_budget), {"kv_sparsity": "evict", "kv_error_budget": "default"}
     ),
+    **{
+        flag_name(name): Setting(_differs("kv", name), {"kv_sparsity": "evict", name: value})
+        for name, value in {
+            "kv_budget": 2048,
+            "kv_full_layers": 2,
+            "kv_sink": 8,
+            "kv_recent": 32,
+            "kv_observation_window": 8,
+        }.items()
+    },
     "--kv-checks": Setting(lambda c: c.kv.kv_checks > 0.0, {"kv_checks": 1.0}),
     "--kv-cache-dtype int8 or fp8": Setting(lambda c: c.kv.kv_cache_dtype != "auto", {"kv_cache_dtype": "int8"}),
-    "--attention-backend flashinfer": Setting(lambda c: c.kv.attention == "flashinfer", {"attention": "flashinfer"}),
+    "--attention-backend native or numba": Setting(
+        lambda c: c.kv.attention in ("native", "numba"), {"attention": "native"}
+    ),
+    "--attention-backend cuda or flashinfer": Setting(
+        lambda c: c.kv.attention in ("cuda", "flashinfer"), {"attention": "cuda", "memory_device": "cuda"}
+    ),
+    "--attention-backend flashinfer": Setting(
+        lambda c: c.kv.attention == "flashinfer", {"attention": "flashinfer", "memory_device": "cuda"}
+    ),
+    "--hf-overrides": Setting(lambda c: bool(c.model.hf_overrides), {"hf_overrides": OVERRIDES_EXAMPLE}),
+    "--quantization": Setting(lambda c: bool(c.model.quantization), {"quantization": "awq"}),
     "--quantization int8 or int4": Setting(lambda c: c.model.quantization in ONLINE, {"quantization": "int8"}),
     "--gemm native": Setting(lambda c: c.model.gemm == "native", {"gemm": "native"}),
     "--partition token": Setting(lambda c: c.topology.partition == "token", {"partition": "token"}),
@@ -108,6 +130,7 @@ SETTINGS: dict[str, Setting] = {
     "--memory-weights": Setting(lambda c: bool(c.topology.memory_weights), {"memory_weights": MEASURED}),
     "--memory-weights measured": Setting(lambda c: c.topology.memory_weights == MEASURED, {"memory_weights": MEASURED}),
     "--kv-parity 1": Setting(lambda c: c.topology.kv_parity > 0, {"kv_parity": 1}),
+    "--pipeline 2 or more": Setting(lambda c: int(c.topology.pipeline) > 1, {"pipeline": 2}),
     "--pipeline auto": Setting(lambda c: c.topology.measures_pipeline, {"plan": "auto"}),
     "--tensor-parallel-size 2 or more": Setting(
         lambda c: c.topology.tensor_parallel_size > 1, {"tensor_parallel_size": 2}
@@ -177,9 +200,37 @@ PREFILL_POLICY = "--prefill-policy"
 OVERLOAD = "--slo overload="
 SLO_TTFT = "--slo ttft="
 SLO_TBT = "--slo tbt="
+SSL_KEYFILE = "--ssl-keyfile"
+SSL_CERTFILE = "--ssl-certfile"
+JOURNAL = "--journal"
 RESIZE = "another number of memory workers while serving"
 REWEIGH = "other weights of memory workers while serving"
 SCALE = "lamina-launch scale and lamina-launch drain"
+DRILL = "lamina-launch drill"
+_PLANNED = (  # flags of a plan by devices
+    "devices", "device-file", "operators", "rate", "slo-tbt", "prices", "link", "baseline", "gigabyte", "prompts",
+)  # fmt: skip
+# Flags of sub-commands, which no engine has.
+COMMAND_FLAGS = (
+    "bench serve --dataset-name",
+    "bench serve --dataset-path",
+    "drain --host",
+    "drain --memory-worker",
+    "drain --undo",
+    "drill --faults partition",
+    "drill --flags '--transport tcp'",
+    "explain --kv-cache-memory-bytes",
+    "generate --json",
+    "generate --logprobs",
+    "kv --tenant",
+    "kv purge",
+    *(f"plan --{name}" for name in ("calibrate", "predict", *_PLANNED)),
+    "plan simulate --instances",
+    "plan simulate --slo-tbt",
+    "sessions --file",
+    "sessions --key-file",
+    "sessions export or import",
+)
 
 # (a, b) -> why no engine has both.
 CONFLICTS: dict[tuple[str, str], str] = {
@@ -243,9 +294,11 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for partition in ("--partition token", "--partition request", "--partition spill")
     },
     ("--kv-parity 1", "--kv-cache-dtype int8 or fp8"): "parity does not cover the scales of 8-bit KV",
+    ("--attention-backend native or numba", "--memory-device cuda"): "it computes on CPUs",
     ("--attention-backend flashinfer", "--kv-cache-dtype int8 or fp8"): "it stores K and V only as --dtype",
     ("--quantization int8 or int4", "--compute-device cuda"): "weights are packed on CPUs",
     ("--gemm native", "--compute-device cuda"): "it computes on CPUs",
+    ("--pipeline auto", "--pipeline 2 or more"): "it chooses the number of batches, of which auto:N sets the most",
     ("--tensor-parallel-size 2 or more", "--memory-workers 1"): "each rank has memory workers of its own",
     ("--tensor-parallel-size 2 or more with --prefill-workers", "--deterministic"): "sums over ranks have other bits",
     ("--tensor-parallel-size 2 or more", "--compute-device cuda:N"): "each rank takes a GPU of its own",
@@ -273,6 +326,10 @@ CONFLICTS: dict[tuple[str, str], str] = {
         (spare, device): "spares are for workers on CPUs"
         for spare, role in (("--spare-compute", "compute"), ("--spare-memory", "memory"))
         for device in (f"--{role}-device cuda", f"--{role}-device auto")
+    },
+    **{
+        (option, NN_MODULE): "it is used as it is, so give the directory of a checkpoint"
+        for option in ("--tensor-parallel-size 2 or more", "--hf-overrides", "--quantization")
     },
     ("--spare-compute", NN_MODULE): "its compute worker is a thread of this process",
     ("--launcher ray", "--compute-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
@@ -328,6 +385,17 @@ CONFLICTS: dict[tuple[str, str], str] = {
     (RESIZE, "--memory-addresses"): "each memory worker has an address of its own",
     (RESIZE, "--memory-weights measured"): "the parts were measured for these memory workers",
     (RESIZE, "--pipeline auto"): "it has measured these memory workers",
+    ("drain --host", "drain --memory-worker"): "it names all memory workers of a host",
+    **{
+        ("drain --undo", gone): "a memory worker that has gone does not come back, so ask `scale` for another one"
+        for gone in ("drain --host", "drain --memory-worker")
+    },
+    **{
+        (DRILL, elsewhere): "it hits processes of a server of its own, on this host"
+        for elsewhere in ("--cluster", "--launcher ray", "--launcher static")
+    },
+    (DRILL, JOURNAL): "its server has a journal of the drill's own",
+    **{(f"plan --{name}", "plan --calibrate"): "that fits a run, and predicts others" for name in _PLANNED},
 }
 
 # (a, those of which it needs one) -> why.
@@ -336,6 +404,17 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--kv-sparsity evict with --enable-prefix-caching", ("--kv-offloading-size", "--kv-offload dir=")): (
         "the pool keeps no KV of sequences that drop some"
     ),
+    **{
+        (key, ("--kv-sparsity evict", "--kv-sparsity select")): "otherwise all KV stays, and all of it is attended"
+        for key in (
+            "--kv-sparsity evict:budget=",
+            "--kv-sparsity evict:full-layers=",
+            "--kv-sparsity evict:sink=",
+            "--kv-sparsity evict:recent=",
+            "--kv-sparsity evict:max-kl=",
+        )
+    },
+    ("--kv-sparsity evict:window=", ("--kv-sparsity evict",)): "it says by which rows blocks are chosen that stay",
     ("--kv-offload key=", ("--kv-offload dir=",)): "it is the secret of the directory",
     ("--kv-offload ttl=", ("--kv-offload dir=",)): "it is for pages in the directory",
     ("--kv-offload size=", ("--kv-offload dir=",)): "it is the size of the directory",
@@ -343,6 +422,9 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--context-overflow truncate:keep-first=", ("--context-overflow truncate",)): "it says what is not cut",
     ("--kv-offload eviction=", ("--kv-offloading-size", "--kv-offload dir=")): "pages are kept there",
     ("--kv-offload on-load-failure=", ("--kv-offloading-size", "--kv-offload dir=")): "KV is loaded from there",
+    ("--attention-backend cuda or flashinfer", ("--memory-device cuda", "--memory-device auto")): (
+        "it computes on GPUs"
+    ),
     ("--collective", ("--tensor-parallel-size 2 or more",)): "its ranks exchange tensors by it",
     ("--collective nccl", ("--compute-device cuda", "--compute-device auto")): "NCCL is for GPUs",
     ("--prefill-pipeline", ("--prefill-workers",)): "it divides the layers among them",
@@ -366,14 +448,31 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     (PREFILL_POLICY, ("--prefill-workers",)): "it chooses one of them",
     (OVERLOAD, (SLO_TTFT, SLO_TBT)): "it says how these limits are forecast",
     (SESSION_FILE, ("--kv-offload dir=",)): "the session's KV is there",
+    (SSL_KEYFILE, (SSL_CERTFILE,)): "HTTPS takes both",
+    (SSL_CERTFILE, (SSL_KEYFILE,)): "HTTPS takes both",
+    ("bench serve --dataset-name", ("bench serve --dataset-path",)): "prompts of that kind are read from a file",
+    ("explain --kv-cache-memory-bytes", ("--kv-sparsity evict",)): "layers that keep all KV and others share it",
+    ("generate --logprobs", ("generate --json",)): "only JSON lines show them",
+    ("drill --faults partition", ("drill --flags '--transport tcp'",)): "it cuts a TCP connection",
+    ("kv --tenant", ("kv purge",)): "it says whose KV goes",
+    ("plan --predict", ("plan --calibrate",)): "it predicts by the tables of that run",
+    ("plan simulate --slo-tbt", ("plan simulate --instances",)): "it is a limit of those that decode",
+    ("sessions export or import", ("sessions --file",)): "the session is written there, or read",
+    ("sessions --file", ("sessions export or import",)): "a session is written there, or read",
+    ("sessions --file", ("sessions --key-file",)): "the file is encrypted by it",
+    ("sessions --key-file", ("sessions --file",)): "it encrypts that file",
 }
 
 
 def check_conflicts(config: EngineConfig) -> None:
     """Raises ValueError, with the table's line, for settings of ``config`` that exclude or need each other."""
-    on = {name for name, setting in SETTINGS.items() if setting.is_on(config)}
+    check_together({name for name, setting in SETTINGS.items() if setting.is_on(config)})
+
+
+def check_together(on: Set[str]) -> None:
+    """Raises ValueError, with the table's line, if some of the settings ``on`` exclude each other, or need another."""
     for name, needed in NEEDS:
-        if name in on and not on & {*needed}:
+        if name in on and on.isdisjoint(needed):
             raise ValueError(need_text(name, needed))
     for name, other in CONFLICTS:
         if name in on and other in on:
@@ -389,9 +488,16 @@ def conflicts_of(name: str, config: EngineConfig) -> Iterator[str]:
 
 def conflict_text(name: str, other: str) -> str:
     """Return the line that refuses two settings. Raises KeyError if they go together."""
-    return f"{name} does not go with {other}: {CONFLICTS[name, other]}: leave one out"
+    return f"{_as_typed(name)} does not go with {_as_typed(other)}: {CONFLICTS[name, other]}: leave one out"
 
 
 def need_text(name: str, needed: Collection[str]) -> str:
     """Return the line that refuses ``name`` without one of ``needed``. Raises KeyError if it needs none."""
-    return f"{name} needs {' or '.join(needed)}: {NEEDS[name, tuple(needed)]}: start with that, or leave it out"
+    others = " or ".join(map(_as_typed, needed))
+    return f"{_as_typed(name)} needs {others}: {NEEDS[name, tuple(needed)]}: start with that, or leave it out"
+
+
+def _as_typed(name: str) -> str:
+    """Return a setting without its sub-command, which has been typed."""
+    _, dashes, flag = name.partition(" --")
+    return f"--{flag}" if name in COMMAND_FLAGS and dashes else name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from lamina.netstack import check_scheme
@@ -31,7 +31,7 @@ def check_compatible(config: EngineConfig) -> None:
     _check_addresses(config)
     _check_weights(config)
     _check_ranks(config)
-    _check_stages(config)
+    check_stages(config.topology.prefill_pipeline, config.topology.prefill_workers)
     Wanted.parse(config.devices.rdma_device)
 
 
@@ -72,20 +72,12 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
             f"--tensor-parallel-size {size} does not divide the model's {heads} KV heads: "
             f"use {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
         )
-    if topology.kv_parity and heads % topology.memory_workers:
-        raise ValueError(
-            f"--kv-parity 1: the model's {heads} KV heads make no equal parts for --memory-workers "
-            f"{topology.memory_workers}: use a number that divides them, or leave it out"
-        )
+    if topology.kv_parity:
+        check_equal_heads(heads, topology.memory_workers)
     if heads:
         shared = PARTITIONS[topology.partition]([heads // size], topology.of_rank(topology.normalized_weights, 0), 1)
-        if (config.kv.drops_blocks or config.kv.selects_blocks) and any(
-            len(share.owners) > 1 for table in shared.tables for share in table
-        ):
-            raise ValueError(
-                f"--kv-sparsity {config.kv.kv_sparsity} compares blocks where all tokens of a head are, and {heads} "
-                f"KV heads cannot be dealt out whole: use --memory-workers, or --memory-weights, by which they can"
-            )
+        if config.kv.is_sparse:
+            check_whole_heads(shared, [heads // size], config.kv.kv_sparsity)
     if config.offload.decode_only and model.window:
         raise ValueError(conflict_text("--decode-only", WINDOWED_LAYERS))
     # One sequence takes this for certain: a byte for each element, and no more tokens than the narrowest window has.
@@ -98,6 +90,37 @@ def check_model(config: EngineConfig, model: ModelLimits) -> int:
             f"takes {size_flag(need, least=True)} at least: raise it, or lower --max-model-len"
         )
     return max_len
+
+
+def check_equal_heads(heads: int, workers: int) -> None:
+    """Raises ValueError where --kv-parity cannot give each of ``workers`` as many KV heads of a layer."""
+    if heads % workers:
+        raise ValueError(
+            f"--kv-parity 1: {heads} KV heads make no equal parts for --memory-workers {workers}: use a number that "
+            f"divides them, or leave it out"
+        )
+
+
+def check_whole_heads(partition: Partition, kv_heads: Sequence[int], kv_sparsity: str) -> None:
+    """Raises ValueError where --kv-sparsity ``kv_sparsity`` lacks a head with all tokens on one memory worker.
+    ``kv_heads``: of each layer.
+    """
+    for heads, index in zip(kv_heads, partition.layer_table, strict=True):
+        if any(len({*share.owners}) > 1 for share in partition.tables[index]):
+            raise ValueError(
+                f"--kv-sparsity {kv_sparsity} compares blocks where all tokens of a head are, and {heads} KV "
+                f"head{'s' * (heads > 1)} cannot be dealt out whole: use --memory-workers, or --memory-weights, by "
+                f"which heads can"
+            )
+
+
+def check_stages(stages: int, workers: int) -> None:
+    """Raises ValueError unless --prefill-pipeline ``stages`` divides --prefill-workers ``workers``."""
+    if workers % stages:
+        raise ValueError(
+            f"--prefill-pipeline {stages} does not divide --prefill-workers {workers}: use {stages} or {2 * stages} of "
+            f"them, or leave it out"
+        )
 
 
 class LayerPath(enum.Enum):
@@ -155,13 +178,4 @@ def _check_ranks(config: EngineConfig) -> None:
     if spares % size:
         raise ValueError(
             f"--spare-compute {spares} must be a multiple of --tensor-parallel-size {size}: each rank needs its own"
-        )
-
-
-def _check_stages(config: EngineConfig) -> None:
-    stages, workers = config.topology.prefill_pipeline, config.topology.prefill_workers
-    if workers % stages:
-        raise ValueError(
-            f"--prefill-pipeline {stages} does not divide --prefill-workers {workers}: use {stages} or {2 * stages} of "
-            f"them, or leave it out"
         )

@@ -90,27 +90,9 @@ class SparsityOptions(Options, frozen=True, kw_only=True):
         return self.kv_sparsity == "select"
 
     def check_budget(self, block_size: int) -> None:
-        """Raises ValueError where options are for nothing, or the budget has no room for a choice."""
+        """Raises ValueError where blocks are left out and the budget has no room for a choice."""
         if not self.is_sparse:
-            own = SparsityOptions()
-            for name in (
-                "kv_budget",
-                "kv_full_layers",
-                "kv_sink",
-                "kv_recent",
-                "kv_observation_window",
-                "kv_error_budget",
-            ):
-                if getattr(self, name) != getattr(own, name):
-                    raise ValueError(
-                        f"{flag_name(name)} is not for --kv-sparsity none: say evict or select, or leave it out"
-                    )
             return
-        if self.selects_blocks and self.kv_observation_window != SparsityOptions().kv_observation_window:
-            raise ValueError(
-                "--kv-sparsity evict:window= says by which rows blocks are chosen that stay, and select keeps all: "
-                "leave it out, or use evict"
-            )
         parse_error_budget(self.kv_error_budget)
         always = -(-self.kv_sink // block_size) + -(-self.kv_recent // block_size) + 1  # the last block may be begun
         if self.kv_budget < (always + 1) * block_size:

@@ -98,11 +98,6 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
             raise ValueError(f"--pipeline must be at least 1, not {self.pipeline}")
         if self.plan and not re.fullmatch(r"auto(:[1-9][0-9]*)?", self.plan):
             raise ValueError(f"--pipeline must be a number, auto, or auto:n for up to n batches, not {self.plan}")
-        if self.plan and self.pipeline > 1:
-            raise ValueError(
-                f"--pipeline {self.plan} chooses the batches, which are {self.pipeline} already: leave one out, or say "
-                f"--pipeline auto:{self.pipeline}"
-            )
         if self.max_batches > MAX_BATCHES:
             name = "--pipeline auto:n" if self.plan else "--pipeline"
             raise ValueError(f"{name} must be at most {MAX_BATCHES}, not {self.max_batches}")

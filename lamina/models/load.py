@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lamina.config.conflicts import NN_MODULE, conflict_text
 from lamina.ops.gemm import LinearBackend
 
 from .attention_routing import WHOLE_MODEL, WeightShard
@@ -102,12 +103,13 @@ def load(
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
     if isinstance(source, nn.Module):
-        if size > 1:
-            raise ModelError("--tensor-parallel-size: a module is used as it is, give the directory of a checkpoint")
-        if hf_overrides:
-            raise ModelError("--hf-overrides: a module is used as it is, give the directory of a checkpoint")
-        if quantization:
-            raise ModelError("--quantization: a module is used as it is, give the directory of a checkpoint")
+        asked = {
+            "--tensor-parallel-size 2 or more": size > 1,
+            "--hf-overrides": hf_overrides,
+            "--quantization": quantization,
+        }
+        if names := [name for name, is_asked in asked.items() if is_asked]:
+            raise ModelError(conflict_text(names[0], NN_MODULE))
         return _describe(_checked_module(source, dtype), None)
     report = progress or (lambda stage, done, total: None)
     report("opening the checkpoint", 0, 1)  # a hub id may be fetched
@@ -115,7 +117,7 @@ def load(
     config = read_config(directory, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
     check_quantization(directory, quantization)
     if (rounding := BY_NAME.get(quantization)) is not None and backend is None:
-        raise ModelError(f"--quantization {quantization} is for compute workers on CPUs: leave it out on GPUs")
+        raise ModelError(conflict_text("--quantization int8 or int4", "--compute-device cuda"))
     check_weights(directory)
     _check_size(directory, config)
     report("opening the checkpoint", 1, 1)

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from lamina.config.conflicts import SSL_CERTFILE, SSL_KEYFILE, check_together
 from lamina.config.flag_groups import flag_name
 from lamina.config.option import parse_seconds, parse_size
 from lamina.executor.chat_renderer import TemplateLimits
@@ -169,8 +170,8 @@ class ServerConfig:
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_key.strip())):
             if getattr(self, name) and not keys:
                 raise ValueError(f"{flag_name(name)} is blank: give a key, or leave it out")
-        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
-            raise ValueError("--ssl-keyfile and --ssl-certfile belong together: give both")
+        halves = {SSL_KEYFILE: self.ssl_keyfile, SSL_CERTFILE: self.ssl_certfile}
+        check_together({name for name, value in halves.items() if value})
         if self.prefill_policy not in POLICIES:
             raise ValueError(f"--prefill-policy must be one of {', '.join(POLICIES)}, not {self.prefill_policy!r}")
         self.conductor_config  # noqa: B018 - or it raises

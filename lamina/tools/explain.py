@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.cli.common.flags import check_at_least
 from lamina.cli.common.group_flags import FlagValue, add_groups
+from lamina.config.conflicts import need_text
 from lamina.config.engine_config import BatchingOptions, KVOptions, ModelOptions
 from lamina.config.flag_groups import flag_name
 from lamina.config.flat_options import OPTIONS
@@ -122,7 +123,7 @@ def _sparsity(args: argparse.Namespace) -> SparsityOptions | None:
     """Return the sparsity options; None if none are requested. Raises ValueError."""
     if args.kv_sparsity == "none":
         if args.kv_memory:
-            raise ValueError(f"{flag_name('kv_memory')} is for --kv-sparsity evict: give that too, or leave it out")
+            raise ValueError(need_text("explain --kv-cache-memory-bytes", ["--kv-sparsity evict"]))
         return None
     if args.kv_memory:
         parse_size(args.kv_memory, flag_name("kv_memory"))

@@ -109,6 +109,8 @@ def check(config: EngineConfig) -> tuple[torch.device, torch.device]:
         raise ValueError(lacks)
     memory = pick_device("--memory-device", config.devices.memory_device, config.gpu_index("memory", 0))
     if memory.type != "cpu":
+        if attention.KINDS.get(config.kv.attention) == "cpu":
+            raise ValueError(conflict_text("--attention-backend native or numba", "--memory-device cuda"))
         dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
         try:
             attention.get(config.kv.attention, memory, dtype)

@@ -5,20 +5,19 @@ Covers: lamina/config/offload.py, lamina/config/resolve.py.
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lamina.config import conflicts
-from lamina.config.conflicts import CONFLICTS, NEEDS, RESIZE, SETTINGS, conflict_text, need_text
+from lamina.config.conflicts import COMMAND_FLAGS, CONFLICTS, NEEDS, RESIZE, SETTINGS, conflict_text, need_text
+from lamina.config.engine_config import OVERRIDES_EXAMPLE
 from lamina.config.flat_options import make_config
 from lamina.config.offload import STORE_SIZE
 from lamina.config.option import MEASURED
 from lamina.config.resolve import ModelLimits, check_model
 from lamina.executor.memory_worker_slots import ResizeNeedsRestartError, check_resizable
+from lamina.ops.attention import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "conflicts.md"  # which this file writes, if it is run
@@ -29,28 +28,7 @@ together. Numbers must also agree (such as those of `--memory-addresses` and `--
 and the host. `lamina-launch serve MODEL --dry-run` checks your settings; errors have the words of these tables.
 If a change while serving is excluded, `lamina-launch scale` restarts the engine, or refuses ([faults.md](faults.md)).
 """
-OWN_FLAGS = ("cli", "tools")
-BY_TABLE = re.compile(r"\b(conflict|need)_text\(")
 LINES = {conflict_text(*pair) for pair in CONFLICTS} | {need_text(*need) for need in NEEDS}
-# Flags whose numbers have to agree, or of which one gives what the other lacks. Each goes with the others by itself.
-NUMBERS = (
-    {"--memory-addresses", "--memory-workers"},
-    {"--memory-weights", "--memory-workers"},
-    {"--memory-weights", "--tensor-parallel-size"},
-    {"--tensor-parallel-size", "--memory-workers", "--collective", "--spare-compute", "--compute-device"},
-    {"--kv-parity", "--memory-workers"},
-    {"--prefill-pipeline", "--prefill-workers"},
-    {"--kv-sparsity", "--memory-workers", "--memory-weights"},
-    {"--kv-cache-memory-bytes", "--max-model-len", "--partition", "--lending", "--pipeline", "--context-overflow"},
-    {"--kv-cache-memory-bytes", "--max-num-seqs"},
-    {"--prefill-kv-memory", "--max-model-len", "--prefill-workers"},
-    {"--pipeline", "--prefill-workers"},
-    {"--pipeline", "--max-num-seqs", "--prefill-chunk"},
-    {"--max-model-len", "--hf-overrides"},
-    {"--memory-device", "--attention-backend"},  # a backend's own words about a device
-    {"--tm", "--ta"},  # of `lamina-launch plan`
-    {"--ssl-keyfile", "--ssl-certfile"},  # halves of one setting
-)
 
 
 def refusal(*names: str) -> str:
@@ -95,7 +73,7 @@ def test_each_pair_is_resolved_or_refused_with_a_line_of_the_table(name: str) ->
 
 def test_a_pair_stands_in_the_table_once_and_by_names_that_it_has() -> None:
     late = {value for name, value in vars(conflicts).items() if name.isupper() and isinstance(value, str)}
-    late -= {STORE_SIZE, MEASURED}
+    late = {*late, *COMMAND_FLAGS} - {STORE_SIZE, MEASURED, OVERRIDES_EXAMPLE}
     assert [pair for pair in CONFLICTS if pair[::-1] in CONFLICTS] == []
     assert {name for pair in CONFLICTS for name in pair} <= {*SETTINGS, *late}
     needs = {name for name, others in NEEDS for name in (name, *others)}
@@ -128,21 +106,15 @@ def test_a_memory_worker_with_a_weight_by_number_is_replaced_in_place() -> None:
     assert str(refused.value) == conflict_text(RESIZE, "--memory-weights measured")
 
 
-def flags_of_refusals() -> Iterator[tuple[str, set[str]]]:
-    """Files and flags of raised texts that name more than one. A sub-command's own flags are no settings of engines."""
-    for path in sorted((ROOT / "lamina").rglob("*.py")):
-        if any(part.is_symlink() for part in path.parents) or path.relative_to(ROOT / "lamina").parts[0] in OWN_FLAGS:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and not BY_TABLE.search(ast.unparse(node)):
-                texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-                flags = set(re.findall(r"--[a-z][a-z-]+", " ".join(texts)))
-                if len(flags) > 1:
-                    yield str(path.relative_to(ROOT)), flags
+def test_the_table_names_the_attention_backends_of_one_kind_of_device() -> None:
+    for kind, names in (("cpu", "native or numba"), ("cuda", "cuda or flashinfer")):
+        assert f"--attention-backend {names}" in SETTINGS
+        assert {name for name, own in KINDS.items() if own == kind} == {*names.split(" or ")}
 
 
-def test_no_pair_is_refused_outside_the_table() -> None:
-    assert [(path, flags) for path, flags in flags_of_refusals() if not any(flags <= each for each in NUMBERS)] == []
+def test_a_flag_of_a_sub_command_is_named_as_it_is_typed() -> None:
+    assert conflict_text("drain --host", "drain --memory-worker").startswith("--host does not go with --memory-worker:")
+    assert need_text("kv --tenant", ["kv purge"]).startswith("--tenant needs kv purge: ")
 
 
 def page() -> str:
@@ -151,7 +123,7 @@ def page() -> str:
     needed = [f"| {name} | {' or '.join(others)} | {why} |" for (name, others), why in NEEDS.items()]
     parts = [
         HEAD,
-        "## No engine has both\n\n| setting | excludes | because |\n|---|---|---|\n" + "\n".join(refused) + "\n",
+        "## One excludes another\n\n| setting | excludes | because |\n|---|---|---|\n" + "\n".join(refused) + "\n",
         "## One needs another\n\n| setting | needs | because |\n|---|---|---|\n" + "\n".join(needed) + "\n",
     ]
     return "\n".join(parts)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.config.sparsity import ErrorBudget, SparsityOptions, parse_error_budget
+from lamina.config.flat_options import make_config
+from lamina.config.sparsity import ErrorBudget, parse_error_budget
 from lamina.kv.paged_cache import allocate_layer
 from lamina.kv.sparsity import BlockScores, KvBudget, choose_dropped
 from lamina.ops.attention import Operator
@@ -189,19 +190,19 @@ def test_a_dropped_block_is_neither_written_nor_dropped_again() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_budget": 512}, "--kv-sparsity evict:budget= is not for --kv-sparsity none: say evict or select"),
+        ({"kv_budget": 512}, "--kv-sparsity evict:budget= needs --kv-sparsity evict or --kv-sparsity select"),
         (
             {"kv_sparsity": "evict", "kv_budget": 64},
             "--kv-sparsity evict:budget=64 has no room after sink=4 and recent=64",
         ),
         ({"kv_sparsity": "select", "kv_budget": 64}, "--kv-sparsity select:budget=64 has no room"),
         ({"kv_sparsity": "some"}, "kv.sparsity"),
-        ({"kv_observation_window": 8}, "--kv-sparsity evict:window= is not for --kv-sparsity none"),
+        ({"kv_observation_window": 8}, "--kv-sparsity evict:window= needs --kv-sparsity evict: "),
         (
             {"kv_sparsity": "select", "kv_observation_window": 8},
-            "--kv-sparsity evict:window= says by which rows .*: leave it out, or use evict",
+            "--kv-sparsity evict:window= needs --kv-sparsity evict: it says by which rows",
         ),
-        ({"kv_error_budget": "default"}, "--kv-sparsity evict:max-top1= is not for --kv-sparsity none"),
+        ({"kv_error_budget": "default"}, "--kv-sparsity evict:max-kl= needs --kv-sparsity evict or "),
         ({"kv_sparsity": "evict", "kv_error_budget": "top1"}, "'top1' is none of top1=, kl= and shadow="),
         (
             {"kv_sparsity": "evict", "kv_error_budget": "kl=0.1, top1=1.5"},
@@ -212,7 +213,7 @@ def test_a_dropped_block_is_neither_written_nor_dropped_again() -> None:
 )
 def test_budgets_that_cannot_be(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        SparsityOptions(**options).check_budget(SIZE)  # type: ignore[arg-type]
+        make_config({**options, "block_size": SIZE})
 
 
 def test_an_error_budget_is_read() -> None:

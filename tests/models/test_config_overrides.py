@@ -260,7 +260,7 @@ def test_a_gguf_file_and_a_module_have_no_file_to_override(llama: Path) -> None:
     assert str(refused.value) == (
         f"--hf-overrides replaces entries of a config.json, and {file} has none: leave it out"
     )
-    with pytest.raises(ModelError, match="--hf-overrides: a module is used as it is"):
+    with pytest.raises(ModelError, match="--hf-overrides does not go with a torch.nn.Module as the model"):
         load(LlamaForCausalLM(LlamaConfig(**SHAPE)), hf_overrides='{"rms_norm_eps": 0.5}')
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from lamina.config.conflicts import check_together
 from lamina.facts.report import count_text
 
 from .operator_client import add_server, check_timeout, check_url, check_worker, request
@@ -45,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     check_url(args.url)
     check_timeout(args.timeout_s, none=True)
     check_worker(args.memory_worker or 0)
-    if args.memory_worker is not None and args.host is not None:
-        raise ValueError("--host names all memory workers of a host: leave out --memory-worker, or --host")
+    given = {"drain --memory-worker": args.memory_worker is not None, "drain --host": args.host is not None}
+    check_together({name for name, is_given in {**given, "drain --undo": args.undo}.items() if is_given})
     if args.memory_worker is not None or args.host is not None:
         return _dismiss(args)
     if args.dry_run:
@@ -67,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
 def _dismiss(args: argparse.Namespace) -> int:
     worker, host = args.memory_worker, args.host
     who = f"memory worker {worker}" if host is None else f"the memory workers on {host}"
-    if args.undo:
-        raise ValueError("--undo: a memory worker that has gone does not come back: ask `scale` for another one")
     if args.dry_run:
         print(f"would have {who} of {args.url} give KV to the others, and end")
         return 0

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lamina.config.conflicts import need_text
 from lamina.facts.report import size_text, table
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from lamina.kv.disk_store.store_directory import INDEX, StoreDirectory
 
     if args.tenant is not None and args.action != "purge":
-        raise ValueError(f"--tenant goes with purge, not with {args.action}")
+        raise ValueError(need_text("kv --tenant", ["kv purge"]))
     path = Path(args.dir).expanduser()
     if path.is_dir() and not (path / INDEX).exists():  # its reader prints nothing then
         raise ValueError(f"DIR {args.dir}: no KV store is there: name the directory of --kv-offload dir=")

@@ -10,6 +10,7 @@ import json
 import os
 from urllib.parse import quote
 
+from lamina.config.conflicts import check_together
 from lamina.facts.report import table
 from lamina.tools.plan import session_advice
 
@@ -46,9 +47,12 @@ def run(args: argparse.Namespace) -> int:
     check_url(args.url)
     if (args.action in ("drop", "export")) != bool(args.id):
         raise ValueError("sessions drop and export need the session_id, sessions list and import take none")
-    ported = args.action in ("export", "import")
-    if ported != bool(args.file) or ported != bool(args.key_file):
-        raise ValueError("sessions export and import need --file and --key-file, the others take neither")
+    given = {
+        "sessions export or import": args.action in ("export", "import"),
+        "sessions --file": args.file,
+        "sessions --key-file": args.key_file,
+    }
+    check_together({name for name, is_given in given.items() if is_given})
     if args.dry_run:
         print(f"would {args.action} {args.id or 'the sessions'} of {args.url}")
         return 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lamina.config.conflicts import need_text
 from lamina.tools.request_traces import HASHED, RequestTrace
 
 DATASETS = ("random", "sharegpt", "custom")
@@ -47,7 +48,7 @@ def file_requests(kind: str, path: str, count: int, output_len: int, *, seed: in
     is used for all. Raises ValueError, OSError.
     """
     if not path:
-        raise ValueError(f"--dataset-name {kind} needs --dataset-path FILE")
+        raise ValueError(need_text("bench serve --dataset-name", ["bench serve --dataset-path"]))
     text = Path(path).read_text()
     try:
         rows = list(_custom(text) if kind == "custom" else _sharegpt(json.loads(text)))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import inf
 
 from lamina.cli.common.flags import check_at_least
+from lamina.config.conflicts import CONFLICTS, DRILL, conflict_text, need_text
 from lamina.facts.report import count_text
 
 # name -> (role, signal or action). CUT: it loses a connection to a memory worker. SCALE: it ends as the server gets
@@ -91,15 +92,14 @@ def parse_arguments(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     except ValueError as error:
         raise ValueError(f"--flags {args.flags}: {error}") from None
     if "partition" in faults and not _has(flags, "--transport", "tcp"):
-        raise ValueError("--faults partition cuts a TCP connection: give --flags with --transport tcp")
-    elsewhere = [("--cluster", ""), ("--ray-address", ""), ("--launcher", "ray"), ("--launcher", "static")]
-    if any(_has(flags, name, value) for name, value in elsewhere):
-        raise ValueError("--flags: a drill hits processes of a server's own: leave --launcher and --cluster out")
+        raise ValueError(need_text("drill --faults partition", ["drill --flags '--transport tcp'"]))
+    for setting in (other for one, other in CONFLICTS if one == DRILL):
+        flag, _, value = setting.partition(" ")
+        if _has(flags, flag, value):
+            raise ValueError(conflict_text(DRILL, setting))
     for flag, value in (REMOVED_LIMITS | (CHECKED if "flip" in faults else {})).items():
         if not _has(flags, flag):
             flags += [flag, value]
-    if _has(flags, "--journal"):
-        raise ValueError("--flags: the drill's server has a journal of the drill's own: leave --journal out")
     return faults, flags
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.cli.common.flags import check_at_least
+from lamina.config.conflicts import check_together
 from lamina.config.engine_config import ModelOptions
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import parse_seconds
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-_PLANNED = (  # flags of a plan by devices
-    "devices", "device_file", "operators", "rate", "slo_tbt", "prices", "link", "baseline", "gigabyte",
-    "prompts",
-)  # fmt: skip
 MOST_DEVICES = 64  # of a kind: so many deployments are ranked in seconds
 
 
@@ -76,20 +73,19 @@ def _check(args: argparse.Namespace) -> None:
     check_at_least(args, 1, "rows")
     check_at_least(args, 0, "max_num_seqs", "simulate")
     OPTIONS["dtype"].check(args.dtype)
+    add_arguments(unset := argparse.ArgumentParser())
+    check_together(
+        {
+            f"plan --{name.replace('_', '-')}"
+            for name, value in vars(args).items()
+            if value and value != unset.get_default(name)
+        }
+    )
     if args.calibrate:
-        add_arguments(unset := argparse.ArgumentParser())
-        for name in _PLANNED:
-            if getattr(args, name) != unset.get_default(name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"{flag} does not go with --calibrate, which fits a run and predicts others: leave it out"
-                )
         return
     for name in ("trace", "devices"):
         if not getattr(args, name):
             raise ValueError(f"--{name} is missing: a plan needs --trace and --devices, or --calibrate")
-    if args.predict:
-        raise ValueError("--predict goes with --calibrate RUN, whose tables it is by")
 
 
 def _planner(args: argparse.Namespace, stock: Mapping[str, Inventory]) -> Planner:

@@ -13,8 +13,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lamina.cli.common.flags import check_at_least
+from lamina.config.conflicts import need_text
 from lamina.config.flag_groups import flag_name
 from lamina.config.option import parse_seconds
+from lamina.config.resolve import check_stages
 from lamina.facts.report import table
 from lamina.scheduler.conductor import Conductor, ConductorConfig
 from lamina.scheduler.conductor.latency_model import (
@@ -164,10 +166,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--policy must be one of {', '.join(POLICIES)}, not {policy!r}")
     check_at_least(args, 0, "rows", "instances")
     check_at_least(args, 1, "prefill_workers", "prefill_pipeline", "prefill_chunk", "pages")
-    if args.prefill_workers % (stages := args.prefill_pipeline):
-        raise ValueError(
-            f"--prefill-pipeline {stages} does not divide --prefill-workers {args.prefill_workers}: use one that does"
-        )
+    check_stages(args.prefill_pipeline, args.prefill_workers)
     for name in ("speed", "transfer_rate"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name):g}")
@@ -179,7 +178,7 @@ def _check_limits(args: argparse.Namespace, truth: SimulatedPoolSpec, arrivals: 
     """Raises ValueError for a limit that no request could keep."""
     ttft_s, tbt_s = parse_seconds(args.slo_ttft, "--slo-ttft"), parse_seconds(args.slo_tbt, "--slo-tbt")
     if tbt_s and not args.instances:
-        raise ValueError("--slo-tbt is of what decodes: say how many --instances do")
+        raise ValueError(need_text("plan simulate --slo-tbt", ["plan simulate --instances"]))
     if args.instances and 0 < tbt_s < (first := truth.decode.seconds(1, 1)):
         raise ValueError(f"--slo-tbt {args.slo_tbt} is below a step of one completion alone, {first:g} s: raise it")
     shortest = min((arrival.prompt.tokens for arrival in arrivals), default=0)

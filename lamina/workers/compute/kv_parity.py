@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from lamina.config.partition import by_head
+from lamina.config.resolve import check_equal_heads
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.step_plan import BindRequest, LayerShape
 
@@ -21,11 +22,7 @@ def parity_layers(layers: Sequence[LayerShape], workers: int) -> list[LayerShape
     ``workers`` do not divide the KV heads.
     """
     for layer in layers:
-        if layer.kv_heads % workers:
-            raise ValueError(
-                f"--kv-parity 1: {layer.kv_heads} KV heads of a layer make no equal parts for --memory-workers "
-                f"{workers}: use a number that divides them, or leave it out"
-            )
+        check_equal_heads(layer.kv_heads, workers)
     return [
         structs.replace(
             layer,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lamina.config.conflicts import conflict_text
 from lamina.config.partition import KvShards
+from lamina.config.resolve import check_whole_heads
 from lamina.facts.host_memory import free_bytes, not_enough_memory_message
 from lamina.kv.arena import HugePageArena, Shape
 from lamina.kv.paged_cache import LayerCache, allocate_layer, cache_shapes
@@ -296,11 +297,8 @@ def store_shape(bind: BindRequest, kv_bytes: int) -> StoreShape:
             nbytes = size * head_bytes(piece.qk_dim, piece.v_dim, kv_dtype)
             block_bytes[piece.group] += piece.kv_heads * (nbytes + selects * bounds_bytes(piece.qk_dim, kv_dtype))
     windows, lanes, sparse = [g.window for g in groups], [g.kv_shards for g in groups], [g.sparse for g in groups]
-    if bind.kv.is_sparse and any(not g.kv_shards.has_all for g in groups):
-        raise ValueError(
-            f"--kv-sparsity {bind.kv.kv_sparsity}: memory worker {bind.worker} has not all tokens of its heads: use "
-            f"--memory-workers, or --memory-weights, by which KV heads can be dealt out whole"
-        )
+    if bind.kv.is_sparse:
+        check_whole_heads(bind.partition, [layer.kv_heads for layer in bind.layers], bind.kv.kv_sparsity)
     stripe_blocks = bind.partition.stripe_chunks * CHUNK_TOKENS // size
     num_blocks = split_memory(
         kv_bytes - num_slots(bind, kv_bytes) * bytes_of_version(bind),

@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable
 
+from lamina.config.conflicts import conflict_text
 from lamina.env import lease_bytes, lease_meter
 from lamina.netstack import ListenTerms
 
@@ -27,9 +28,9 @@ def check_lease(kv_bytes: int) -> None:
 
 
 def check_allowed_for_guest(what: str, wanted: bool) -> None:
-    """Raise ValueError if the option ``what`` is wanted on a memory worker on loan."""
+    """Raise ValueError if ``what``, a setting that excludes loans, is wanted on a memory worker on loan."""
     if wanted and lease_bytes():
-        raise ValueError(f"a memory worker on loan has no {what}: leave it out with --lending")
+        raise ValueError(conflict_text("--lending borrow.max", what))
 
 
 def listener_terms(name: str) -> ListenTerms:

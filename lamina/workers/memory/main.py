@@ -166,7 +166,7 @@ class MemoryServer:
     def _listen(self) -> Listener | None:
         """Open the listener for other workers; None if that is impossible, which is then reported to the driver."""
         try:
-            check_allowed_for_guest("--memory-device", self._start.devices.memory_device != "cpu")
+            check_allowed_for_guest("--memory-device cuda", self._start.devices.memory_device != "cpu")
             gpu = None if self._start.devices.memory_device == "cpu" else self._pick_gpu()
             key = self._start.key or cluster_key()
             device = self._start.devices.rdma_device

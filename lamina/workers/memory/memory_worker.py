@@ -344,7 +344,8 @@ class MemoryWorker:
 
     def _open_tier(self, offload: OffloadConfig, store: KvStore, epoch: int) -> None:
         """Open the storage backend of offloaded pages. Raises ValueError if it cannot be opened."""
-        check_allowed_for_guest("--kv-offloading-size or --kv-offload dir=", wanted=True)
+        place = "--kv-offload dir=" if offload.directory else "--kv-offloading-size"
+        check_allowed_for_guest(place, wanted=True)
         room = page_capacity(offload, store.bind_request, store.bind_reply.kv_bytes)
         medium, gone = self._medium_of(offload)
         recipe = Provenance(PROMPT, offload.chunk_tokens, build_id(), offload.ranks)

@@ -52,4 +52,4 @@ def test_a_backend_without_kernels_is_refused_by_name(gemma2_path: Path) -> None
     with pytest.raises(
         ValueError, match="^--attention-backend flashinfer does not go with --kv-cache-dtype int8 or fp8"
     ):
-        LLM(str(gemma2_path), transport="loopback", kv_cache_dtype="int8", attention="flashinfer")
+        LLM(str(gemma2_path), memory_device="cuda", kv_cache_dtype="int8", attention="flashinfer")

@@ -55,13 +55,13 @@ def _uncut(model: str) -> set[tuple[str, str]]:
 
 # The runs of a family that are refused: axis, and the note. Windows free the blocks that would be kept.
 ONE_KV_HEAD = (
-    "memory worker 0 has not all tokens of its heads: use --memory-workers, or --memory-weights, by which KV heads can "
-    "be dealt out whole"
+    "compares blocks where all tokens of a head are, and 1 KV head cannot be dealt out whole: use --memory-workers, or "
+    "--memory-weights, by which heads can"
 )
 REFUSED = {
     "gpt2": _uncut("GPT2LMHeadModel"),
     "falcon-mqa": _uncut("FalconForCausalLM")
-    | {("kv sparsity", f"--kv-sparsity {mode}: {ONE_KV_HEAD}") for mode in ("evict", "select")},
+    | {("kv sparsity", f"--kv-sparsity {mode} {ONE_KV_HEAD}") for mode in ("evict", "select")},
     "gemma2": {
         ("restore", "no KV was loaded: prompts need more than 128 tokens"),
         ("preemption", "no sequence was preempted: a window frees blocks"),

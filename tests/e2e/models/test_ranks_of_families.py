@@ -165,5 +165,5 @@ def test_a_vocabulary_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None
 def test_a_module_is_not_cut() -> None:
     from tiny import llama
 
-    with pytest.raises(ModelError, match="--tensor-parallel-size: a module is used as it is"):
+    with pytest.raises(ModelError, match="--tensor-parallel-size 2 or more does not go with a torch.nn.Module"):
         load(llama(), rank=0, size=2)

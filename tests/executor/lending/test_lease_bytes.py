@@ -62,7 +62,8 @@ def test_nothing_beside_the_pool(directory: str, tmp_path: Any) -> None:
     place = str(tmp_path / directory) if directory else ""
     medium = "file" if directory else "host"
     tier = OffloadConfig(backend=medium, total_bytes=64 * MIB, workers=1, policy="lru", identity=b"m", directory=place)
-    with pytest.raises(ValueError, match="a memory worker on loan has no --kv-offloading-size or --kv-offload dir="):
+    setting = "--kv-offload dir=" if directory else "--kv-offloading-size"
+    with pytest.raises(ValueError, match=f"^--lending borrow.max does not go with {setting}: "):
         MemoryWorker().open_store(Connect(epoch=1, storage=tier), bind(MIB))
     assert not list(tmp_path.iterdir())
 
@@ -77,7 +78,7 @@ def test_no_device() -> None:
     serving.start()
     answer = link.recv(5.0)
     assert isinstance(answer, Failed)
-    assert "a memory worker on loan has no --memory-device" in answer.text
+    assert "--lending borrow.max does not go with --memory-device cuda: " in answer.text
     link.close()
     serving.join(5.0)
     assert not serving.is_alive()

@@ -178,7 +178,7 @@ def test_parity_is_that_of_bits_and_not_of_numbers() -> None:
 
 
 def test_who_has_no_equal_parts_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^--kv-parity 1: 4 KV heads of a layer make no equal parts for --memory-"):
+    with pytest.raises(ValueError, match=r"^--kv-parity 1: 4 KV heads make no equal parts for --memory-"):
         parity_layers(LAYERS, 3)
 
 
