@@ -10,8 +10,10 @@ import endless_bodies
 import foreign_names
 import full_disk
 import local_user
+import lying_debtors
 import malformed_frames
 import model_files
+import ray_ports
 import silent_connections
 import wrong_keys
 from by_tests import by_tests
@@ -43,7 +45,9 @@ ATTACKS = (
             "tests/cluster/test_static_agent.py::test_nonsense_from_a_key_holder_costs_one_link",
         ),
     ),
+    Attack("lying-debtors", lying_debtors.attack, partial(lying_debtors.attack, cap=lying_debtors.BLOCKS)),
     Attack("lending", by_tests("tests/executor/lending/test_lending_services.py", "tests/lending/test_debt_ledger.py")),
+    Attack("ray-ports", ray_ports.attack, partial(ray_ports.attack, auth="disabled")),
     Attack("ray", by_tests("tests/cluster/test_cluster_files.py::test_ray_is_never_joined_without_a_token")),
     Attack("late-verbs-writes", partial(_not_tried, "needs the guest: make test-vm-all")),
 )

@@ -24,14 +24,14 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 class FakeCluster:
     """``environment`` has what a process needs to join."""
 
-    def __init__(self, folder: Path, *nodes: dict[str, Any]) -> None:
-        """``nodes``: keywords of ray.cluster_utils; the first one is the head."""
+    def __init__(self, folder: Path, *nodes: dict[str, Any], auth: str = "token") -> None:
+        """``nodes``: keywords of ray.cluster_utils; the first one is the head. ``auth``: Ray's RAY_AUTH_MODE."""
         self._folder = folder
         token = folder / "token"
         token.write_text("5e" * 32)
         token.chmod(0o600)
         self.environment = {
-            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_MODE": auth,
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
@@ -52,6 +52,10 @@ class FakeCluster:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def spread(self) -> str:
         """A file for --cluster, which has workers apart from each other."""
