@@ -1,9 +1,9 @@
 """Load that two checkouts of Lamina serve, in turns: what the changes between them cost clients or bring them.
 
 Each has a server of its own with the shipped model. ``bench serve`` of this checkout loads one after the other; the
-idle server computes nothing. The ratios are of each pair of turns, after / before. Prints one JSON line; exit status 1
-where requests failed, or the median of the throughput's ratios is below --least. --write appends the line to
-perf/results/bench_serve_versions.jsonl.
+idle server computes nothing. The ratios are of each pair of turns, after / before; CPU seconds are those of the server
+and its workers. Prints one JSON line; exit status 1 where requests failed, or the median of the throughput's ratios is
+below --least. --write appends the line to perf/results/bench_serve_versions.jsonl.
 
     git clone . ../lamina-before && git -C ../lamina-before checkout COMMIT  # and build its modules there
     python perf/bench_serve_versions.py --before ../lamina-before --pairs 12 --write
@@ -21,17 +21,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import cpu_pressure, line_of, record, spread
+from common import cpu_pressure, cpu_seconds, line_of, record, spread
 
 HERE = Path(__file__).resolve().parents[1]
 LAUNCH = [sys.executable, "-m", "lamina.cli.launch"]
-FIGURES = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms")
+FIGURES = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "cpu_s")
 START_S = 120.0
 
 
 @contextmanager
-def serving(checkout: Path, flags: list[str]) -> Iterator[str]:
-    """Serve the shipped model from a checkout while the block runs. Yields the server's URL."""
+def serving(checkout: Path, flags: list[str]) -> Iterator[tuple[str, int]]:
+    """Serve the shipped model from a checkout while the block runs. Yields the server's URL and its process."""
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     command = [*LAUNCH, "serve", "examples/tiny_lm/model", "--port", "0", "--no-enable-log-requests", *flags]
     process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True)
@@ -39,14 +39,16 @@ def serving(checkout: Path, flags: list[str]) -> Iterator[str]:
         line = line_of(process, START_S)
         if " on http" not in line:
             raise SystemExit(f"the server of {checkout} has not started: {line}")
-        yield line.rsplit(" on ", 1)[1].strip()
+        yield line.rsplit(" on ", 1)[1].strip(), process.pid
     finally:
         process.terminate()
         process.wait(60)
 
 
-def load(url: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+def load(server: tuple[str, int], args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Return the results of one ``bench serve``: equal seeds send equal requests."""
+    url, process = server
+    before = cpu_seconds(process)
     flags = {
         "--base-url": url, "--num-prompts": args.requests, "--max-concurrency": args.clients, "--seed": seed,
         "--random-input-len": args.input_len, "--random-output-len": args.output_len, "--num-warmups": 1,
@@ -54,7 +56,7 @@ def load(url: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     command = [*LAUNCH, "bench", "serve", "--json", *(str(word) for pair in flags.items() for word in pair)]
     done = subprocess.run(command, cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
     results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return results
+    return results | {"cpu_s": cpu_seconds(process) - before}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -63,12 +65,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     pressure = []
     with ExitStack() as stack:
         checkouts = {"before": args.before.resolve(), "after": HERE}
-        urls = {name: stack.enter_context(serving(at, args.flags)) for name, at in checkouts.items()}
-        for url in urls.values():
-            load(url, args, seed=0)  # warm
+        servers = {name: stack.enter_context(serving(at, args.flags)) for name, at in checkouts.items()}
+        for server in servers.values():
+            load(server, args, seed=0)  # warm
         for pair in range(args.pairs):
-            for name in sorted(urls, reverse=pair % 2 == 0):
-                turns[name].append(load(urls[name], args, seed=1 + pair))
+            for name in sorted(servers, reverse=pair % 2 == 0):
+                turns[name].append(load(servers[name], args, seed=1 + pair))
             pressure.append(cpu_pressure())
     pairs = list(zip(turns["before"], turns["after"], strict=True))
     return {

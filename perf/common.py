@@ -91,6 +91,14 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD").stdout.strip() + "-dirty" * differs or "unknown"
 
 
+def cpu_seconds(process: int) -> float:
+    """Return the CPU seconds of a process, of its children that have ended, and of its descendants that run."""
+    folder = Path(f"/proc/{process}")
+    fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+    children = " ".join((task / "children").read_text() for task in (folder / "task").iterdir()).split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(int(child)) for child in children)
+
+
 def cpu_pressure() -> float:
     """Share of the last 10 s in which some task waited for a core, in percent; -1 where the kernel does not say."""
     try:

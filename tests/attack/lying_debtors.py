@@ -34,6 +34,7 @@ from lamina.lending.lending_messages import (
     LenderRow,
     LoanGranted,
     LoanRequest,
+    Renew,
     ToCreditor,
 )
 from lamina.protocol.control import ControlLink, LinkClosedError, MemoryReady, StartMemory
@@ -58,7 +59,12 @@ def attack(folder: Path, cap: int = CAP) -> Verdict:
 
         honest = stack.enter_context(closing(BorrowerLinks(ledger, key, "honest")))
         honest.request_blocks(HONEST)
-        guest = _soon(lambda: honest.arrived and honest.arrived.popleft(), 2 * LEASE_S)
+        end = time.monotonic() + 2 * LEASE_S
+        while not honest.arrived and time.monotonic() < end:
+            liar.send(Renew(debtor="liar", number=len(leases), leases=tuple(leases)))
+            liar.recv(SOON_S)
+            time.sleep(LEASE_S / 10)
+        guest = honest.arrived.popleft() if honest.arrived else None
         checks = {
             "a stranger is refused": _is_refused(creditor, name) and _is_refused(ledger, LEDGER_NAME),
             "more than there is is refused": not isinstance(too_much, LoanGranted),
@@ -95,9 +101,9 @@ def _program(key: bytes, *words: str) -> Iterator[Place]:
         process.wait(SOON_S)
 
 
-def _soon(true: Callable[[], Any], limit_s: float = SOON_S) -> Any:
-    """What ``true`` returns once that is true, or at the end of the time."""
-    end = time.monotonic() + limit_s
+def _soon(true: Callable[[], Any]) -> Any:
+    """Return what ``true`` returns once that is true, or at the end of the time."""
+    end = time.monotonic() + SOON_S
     while not (value := true()) and time.monotonic() < end:
         time.sleep(0.05)
     return value

@@ -15,11 +15,12 @@ from verdict import Verdict, first_failure
 
 TRY_S = 60.0
 NOISE = 50
+LISTENS = "0A"  # the state in /proc/net/tcp
 TASK = """
 import pathlib, sys
 import ray
 ray.init(address=sys.argv[1], log_to_driver=False)
-ray.get(ray.remote(lambda: pathlib.Path(sys.argv[2]).touch()).remote(), timeout=40)
+ray.get(ray.remote(lambda file: pathlib.Path(file).touch()).remote(sys.argv[2]), timeout=40)
 """
 
 
@@ -67,8 +68,8 @@ def _tree(pid: int) -> list[int]:
     return [pid, *(p for child in below for p in _tree(child))]
 
 
-def _listening(pids: list[int]) -> list[int]:
-    """The TCP ports on which these processes listen."""
+def _listening(pids: list[int]) -> list[tuple[str, int]]:
+    """Addresses and TCP ports on which these processes listen."""
     inodes = set()
     for pid in pids:
         with suppress(OSError):
@@ -80,14 +81,17 @@ def _listening(pids: list[int]) -> list[int]:
         with suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == "0A" and fields[9] in inodes:
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
+                if fields[3] == LISTENS and fields[9] in inodes:
+                    address, _, port = fields[1].partition(":")
+                    own = table.endswith("tcp") and int(address, 16)
+                    host = socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder)) if own else "127.0.0.1"
+                    ports.add((host, int(port, 16)))
     return sorted(ports)
 
 
-def _send_noise(ports: list[int]) -> None:
+def _send_noise(ports: list[tuple[str, int]]) -> None:
     rng = random.Random(0)
-    for port in ports:
+    for at in ports:
         for _ in range(NOISE):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as sock:
+            with suppress(OSError), socket.create_connection(at, timeout=2) as sock:
                 sock.sendall(rng.randbytes(rng.randrange(1, 4000)))
