@@ -22,7 +22,7 @@ VARIABLES = {
     "LAMINA_ADMIN_KEY": "the operator's key, for `lamina-launch scale`, `drain` and `cordon` (`--admin-key`)",
     "LAMINA_TRACE": "write a trace of the run to this file (`--trace`)",
     TRANSPORTS: "more transports, such as those of tests: NAME=MODULE,..., modules in PYTHONPATH",
-    "LAMINA_EMULATE": "times of emulated devices; see `lamina.utils.emulated_device`",
+    "LAMINA_EMULATE": 'times of emulated devices, such as `{"slice_s": [0.01]}`; see `lamina.utils.emulated_device`',
     "LAMINA_MEDIA": "more KV storage, such as that of tests: NAME=MODULE,..., modules in PYTHONPATH",
     "LAMINA_RDMA_DEVICE": "this host's RDMA device; `--rdma-device` names the same one for all hosts",
     "LAMINA_RDMA_TRAFFIC_CLASS": "the traffic class of RoCE packets, 0 to 255: DSCP * 4 + ECN; default: 0",
@@ -36,9 +36,12 @@ VARIABLES = {
     "LAMINA_NVCC": "nvcc, which compiles kernels with NCCL's headers, where it is not found by its name",
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
     LOG_JSON: "1: commands and the processes that Lamina starts log JSON, as with `serve --log-json`",
-    "LAMINA_CACHE": "folder of captures and kernels for later starts, empty for none; default: `~/.cache/lamina`",
-    LEASE_BYTES: "set by `lend` for its guests: the most KV memory that one may take",
-    LEASE_METER: "set by `lend` for its guests: the descriptor by which one reports how much it has read",
+    "LAMINA_CACHE": (
+        "folder of traced models and kernels; an empty value, or a relative path, turns caching off; "
+        "default: `~/.cache/lamina`"
+    ),
+    LEASE_BYTES: "set by `lend` for the memory workers that it starts: the most KV memory that one may take",
+    LEASE_METER: "set by `lend` for memory workers on loan: the descriptor by which one reports how much it has read",
     PACKED: "set by a launcher for its workers: the memory file in which those of one host share packed weights",
     "LAMINA_TRIPWIRE": "set by `drill` and `check` for workers: a file that makes one end at a given message",
     "LAMINA_BENCH_LIFE_LINE": "set by `bench` for its servers: a descriptor that closes when `bench` ends",

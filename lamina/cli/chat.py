@@ -65,7 +65,12 @@ def run(args: argparse.Namespace) -> int:
     sampling = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**sampling)
     if args.model.startswith(("http://", "https://")):
-        _converse(_Server(args.model, args.api_key or os.environ.get("LAMINA_API_KEY", ""), sampling), args.system)
+        key = _first_key(args.api_key or os.environ.get("LAMINA_API_KEY", ""))
+        check_url(args.model)
+        if args.dry_run:
+            print(f"would chat with the server at {args.model}")
+        else:
+            _converse(_Server(args.model, key, sampling), args.system)
         return 0
     config = engine_config(args)
     if args.print_config:
@@ -81,13 +86,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _first_key(keys: str) -> str:
+    """Return the first of a server's keys, which are separated by commas. Raises ValueError for an unusable one."""
+    key = keys.partition(",")[0].strip()
+    check_key(key, "LAMINA_API_KEY, or --api-key,")
+    return key
+
+
 class _Server:
     """A server's model, over OpenAI's API."""
 
     def __init__(self, url: str, key: str, sampling: dict[str, float]) -> None:
-        """``key``: as the server has it, which may have several, by comma."""
-        check_url(url)
-        check_key(key := key.partition(",")[0].strip(), "LAMINA_API_KEY, or --api-key,")
+        """``key``: one of the server's; empty: it has none."""
         self._url, self._sampling = url.rstrip("/").removesuffix("/v1"), sampling
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         keyless = "set LAMINA_API_KEY to a key of that server"

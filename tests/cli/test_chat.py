@@ -236,6 +236,18 @@ def test_whatever_a_server_streams_is_text_or_one_line(
     assert re.fullmatch(f"lamina-launch chat: {why}\n" if why else "", err)
 
 
+def test_a_dry_run_with_a_url_checks_it_and_asks_no_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Foreign(said("a") + END) as server:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        assert main(["chat", server.url, "--dry-run"]) == 0
+        assert (server.keys, capsys.readouterr().out) == ([], f"would chat with the server at {server.url}\n")
+    assert main(["chat", "http://host:0", "--dry-run"]) == 2
+    assert main(["chat", server.url, "--dry-run", "--api-key", "\u00e9"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
 @pytest.mark.parametrize("models", [[], "m", [{"name": "m"}]])
 def test_a_server_without_a_model_is_one_line(
     models: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
