@@ -37,7 +37,7 @@ VARIABLES = {
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
     LOG_JSON: "1: commands and the processes that Lamina starts log JSON, as with `serve --log-json`",
     "LAMINA_CACHE": (
-        "folder of traced models and kernels; an empty value, or a relative path, turns caching off; "
+        "folder of traced models and kernels, where an empty value or a relative path turns caching off; "
         "default: `~/.cache/lamina`"
     ),
     LEASE_BYTES: "set by `lend` for the memory workers that it starts: the most KV memory that one may take",

@@ -29,8 +29,8 @@ compared. With --deterministic it is also promised for the pipeline and other se
 token-equal = the greedy tokens of transformers in fp32 wherever its two best logits are further apart than ten times
 the measured logit error. After a smaller distance the comparison continues with the token that Lamina chose. Such ties
 may be 1 % of all tokens.
-bounded = log-probabilities have an error of at most 0.01. In half precision and with --kv-cache-dtype int8 or fp8 it may
-be 4 times the error of transformers with its numbers rounded in the same way, if that is more.
+bounded = log-probabilities have an error of at most 0.01. In half precision and with --kv-cache-dtype int8 or fp8 the
+error may be 4 times that of transformers with its numbers rounded in the same way, if that is more.
 nothing = for replies with --kv-sparsity, which leaves KV out. But runs with it are bitwise equal to each other while no
 sequence is preempted and no worker is lost. After that, evict continues with the blocks that it had, token-equal, and
 for select nothing is promised.
