@@ -669,3 +669,21 @@ if a: raise ValueError("--cores must be a list, not --")
         {"flag_name(name)", "--kv-sparsity"},
         {"--kv-sparsity", "--compute-device"},
     ]
+
+
+def features_reached(tree: ast.AST) -> list[str]:
+    """Returns the expressions that take a scheduler's features, or an engine's, from outside."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "features")
+    return sorted(ast.unparse(node) for node in nodes if ast.unparse(node.value) != "self")
+
+
+def test_the_engine_alone_reaches_for_features_of_the_scheduler() -> None:
+    """Others ask the engine: ``Engine.sessions``, ``Engine.scheduler_stats``, or a function of its package."""
+    paths = [path for path in sources("lamina") if path.relative_to(ROOT).parts[1] != "engine"]
+    found = {str(path.relative_to(ROOT)): features_reached(ast.parse(path.read_text())) for path in paths}
+    assert {path: reached for path, reached in found.items() if reached} == {}
+
+
+def test_a_reach_for_a_feature_is_found() -> None:
+    source = "self.features.get(A)\nengine.scheduler.features[B].close()\nfor f in self._engine.features: f.stop()"
+    assert features_reached(ast.parse(source)) == ["engine.scheduler.features", "self._engine.features"]

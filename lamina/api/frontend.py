@@ -32,7 +32,6 @@ from lamina.models.tokenizer import (
     token_ids,
 )
 from lamina.request import Metric, SamplingParams
-from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.utils.progress import start_progress
 
 from .vllm_compat import PASTED, translate_vllm_options
@@ -47,18 +46,18 @@ FORMS = "text, token ids, or a list of those"
 
 def metrics_of(engine: Engine) -> list[Metric]:
     """Return the engine's counters, by the names that vLLM's scripts use."""
-    scheduler, prefixes = engine.scheduler, engine.scheduler.features[PrefixCache]
+    stats = engine.scheduler_stats
     used = (
         1.0 - free / all_
         for free, all_ in zip(engine.free_blocks, map(min, engine.worker_info.num_blocks), strict=True)
     )
     counts = {
-        "num_requests_running": scheduler.num_unfinished,
-        "num_requests_waiting": scheduler.num_waiting,
+        "num_requests_running": stats.running,
+        "num_requests_waiting": stats.waiting,
         "kv_cache_usage_perc": max(used),
-        "num_preemptions": scheduler.num_preemptions,
-        "prefix_cache_queries": prefixes.num_queried_tokens,
-        "prefix_cache_hits": prefixes.num_hit_tokens,
+        "num_preemptions": stats.preemptions,
+        "prefix_cache_queries": stats.queried_tokens,
+        "prefix_cache_hits": stats.hit_tokens,
     }
     return [Metric(f"vllm:{name}", float(value)) for name, value in counts.items()]
 

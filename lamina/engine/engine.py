@@ -20,7 +20,7 @@ from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
-from lamina.scheduler.sessions.session_table import SessionName, Sessions
+from lamina.scheduler.sessions.session_table import Sessions
 from lamina.scheduler.surviving_kv import StateReports, SurvivingTokens, num_stored_tokens
 
 from .feature import EngineFeature
@@ -33,10 +33,10 @@ from .scheduler_factory import (
     build_prefix_cache,
     build_scheduler,
     build_slo_admission,
-    drop_session,
     new_block_tables,
-    refresh_prefill_stores,
 )
+from .scheduler_stats import SchedulerStats, collect_stats
+from .sessions import EngineSessions
 from .vocabulary_delivery import VocabularyDelivery
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class Engine:
         self.config = config = options_for_model(config, self.worker_info)
         self._clock, self._trace = clock, trace
         self.accounting = new_block_tables(self.worker_info)
-        self.sessions = Sessions()
-        prefixes = build_prefix_cache(config, self.worker_info, self.accounting, self.sessions, clock)
+        sessions = Sessions()
+        prefixes = build_prefix_cache(config, self.worker_info, self.accounting, sessions, clock)
         stored = build_offload_index(config, self.worker_info, self.accounting, prefixes)
         self.slo_admission = build_slo_admission(config, self.worker_info, prefixes, stored, clock, trace)
         conducts = keeps_slo or config.topology.prefill_workers > 0 or self.slo_admission.decision_log is not None
@@ -78,9 +78,10 @@ class Engine:
             conducts=conducts,
             scheduler_class=self.scheduler_class,
         )
+        self.sessions = EngineSessions(self.scheduler, self.worker_info.max_model_len)
         own = build_engine_features(config, self.scheduler, self.slo_admission, conducts=conducts)
         self.features = (*own, *features)
-        self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, self.sessions)
+        self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, sessions)
         self.requests = ActiveRequests(clock)
         self.vocabulary = VocabularyDelivery()
         self.in_flight: dict[tuple[int, int], ScheduledStep] = {}  # by batch and step
@@ -95,6 +96,11 @@ class Engine:
     def free_blocks(self) -> tuple[int, ...]:
         """Available KV blocks of each layer group: free blocks, and cached blocks of finished requests."""
         return self.scheduler.available_blocks
+
+    @property
+    def scheduler_stats(self) -> SchedulerStats:
+        """The counters of the scheduler and of its features."""
+        return collect_stats(self.scheduler)
 
     def add(
         self,
@@ -202,7 +208,8 @@ class Engine:
                 f"memory workers had {self.worker_info.num_blocks} KV blocks, and now have {ready.num_blocks}"
             )
         self.scheduler.begin_epoch(ready.epoch, ready.replicas or self.worker_info.replicas)
-        self.worker_info = refresh_prefill_stores(self.scheduler, self.config, self.worker_info, ready.prefill_stores)
+        self.worker_info = msgspec.structs.replace(self.worker_info, prefill_stores=ready.prefill_stores)
+        self.slo_admission.begin_epoch(self.worker_info)
         self.scheduler.resend_penalties()
         self.vocabulary.begin_epoch()
         self.scheduler.features.resume(ready)
@@ -210,13 +217,6 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Make the KV of finished requests unfindable, also for later engines. Blocks are freed with the next step."""
         self.scheduler.reset_prefix_cache(self.executor.begin_era() if self.worker_info.storage else b"")
-
-    def drop_session(self, name: SessionName) -> bool:
-        """Drop a session and its KV that is not shared. Returns False for an unknown one.
-
-        Blocks are freed with the next step, or by ``release_idle_blocks``.
-        """
-        return drop_session(self.scheduler, name)
 
     def close(self) -> None:
         """End the workers. Idempotent."""

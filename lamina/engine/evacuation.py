@@ -9,6 +9,12 @@ from lamina.scheduler.kv_manager.migration import KvMigration
 from .engine import Engine
 
 
+def evacuation_of(engine: Engine, workers: Iterable[int]) -> Evacuation | None:
+    """Return the evacuation of ``workers``; None if their sequences can only move between epochs."""
+    migrates = engine.config.migrates_sequences and engine.scheduler.features.get(KvMigration) is not None
+    return Evacuation(engine, going) if (going := [*workers]) and migrates else None
+
+
 class Evacuation:
     """The evacuation before one change of the memory workers."""
 

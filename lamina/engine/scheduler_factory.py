@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from functools import partial
 
 from msgspec import structs
@@ -38,7 +39,7 @@ from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
-from lamina.scheduler.sessions.session_table import SessionName, Sessions
+from lamina.scheduler.sessions.session_table import Sessions
 from lamina.scheduler.slo_admission import SloAdmission
 from lamina.scheduler.sparsity.pruning import BlockPruner
 from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
@@ -175,33 +176,32 @@ def _features(
     return [feature for feature in table if feature is not None]
 
 
-def _explain(slo_admission: SloAdmission, info: ComputeReady) -> None:
-    if slo_admission.decision_log:
-        slo_admission.decision_log.info = info
-
-
 def _prefill(
     config: EngineConfig,
     info: ComputeReady,
     slo_admission: SloAdmission,
     prefixes: PrefixCache,
 ) -> PrefillDispatcher:
-    _explain(slo_admission, info)
+    caches_of = partial(_prompt_caches, config, info, prefixes)
     return PrefillDispatcher(
         config.topology.prefill_groups,
         config.batching.prefill_chunk,
         config.topology.max_batches,
         slo_admission,
-        _prompt_caches(config, info, prefixes),
+        caches_of(info.prefill_stores),
         max_grants_in_flight(config.topology.prefill_pipeline, info.windows),
         info.block_size if slo_admission.conductor.stored_latency else 0,
+        bound_stores=info.prefill_stores,
+        caches_of=caches_of,
     )
 
 
-def _prompt_caches(config: EngineConfig, info: ComputeReady, prefixes: PrefixCache) -> list[PromptCache]:
+def _prompt_caches(
+    config: EngineConfig, info: ComputeReady, prefixes: PrefixCache, stores: Several[BindReply]
+) -> list[PromptCache]:
     """The prompt caches of prefill workers; none if there is no room beyond one prompt, or no prefix caching."""
     caches = list[PromptCache]()
-    for worker, bound in enumerate(info.prefill_stores if prefixes.keys.page_size else []):
+    for worker, bound in enumerate(stores if prefixes.keys.page_size else []):
         room = prompt_cache_tokens(
             bound.windows, bound.num_blocks, info.block_size, info.max_model_len, config.batching
         )
@@ -238,24 +238,6 @@ def _stored_latency(config: EngineConfig, info: ComputeReady) -> StoredLatency |
     return StoredLatency(TransferLatencyEstimator(first.model), first)
 
 
-def refresh_prefill_stores(
-    scheduler: Scheduler, config: EngineConfig, info: ComputeReady, stores: list[BindReply]
-) -> ComputeReady:
-    """Returns ``info`` with the current stores of prefill workers, which are empty after the loss of one.
-
-    The replacement of a lost worker may have a store of another size.
-    """
-    prefill = scheduler.features.get(PrefillDispatcher)
-    if prefill is None:
-        return info
-    _explain(prefill.slo_admission, info)
-    if stores == info.prefill_stores:
-        return info
-    info = structs.replace(info, prefill_stores=stores)
-    prefill.reset_caches(_prompt_caches(config, info, scheduler.features[PrefixCache]))
-    return info
-
-
 def build_slo_admission(
     config: EngineConfig,
     info: ComputeReady,
@@ -289,7 +271,7 @@ def build_slo_admission(
         shared_tokens_of=prefix_cache.num_shared_tokens,
         stored_tokens_of=stored_tokens_of,
         stored_latency=_stored_latency(config, info),
-        decision_log=DecisionLog(trace.note, stages) if trace.notes is not None else None,
+        decision_log=DecisionLog(trace.note, stages, info) if trace.notes is not None else None,
     )
 
 
@@ -301,13 +283,6 @@ def build_engine_features(
     if config.topology.measures_pipeline:
         features.append(Tuner(config.topology.max_batches, scheduler.set_num_batches))
     return features
-
-
-def drop_session(scheduler: Scheduler, name: SessionName) -> bool:
-    """Drop a session, and its KV with the next plan. Returns False for an unknown one."""
-    ops = scheduler.features[SessionCache].drop_session(name, scheduler.running)
-    scheduler.add_pending_ops(ops or [])
-    return ops is not None
 
 
 def build_prefix_cache(

@@ -12,7 +12,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from lamina.request import CompletionOutput, RequestOutput, SamplingParams
-from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.session_table import SessionInfo, SessionName
 from lamina.scheduler.sessions.session_turns import EMPTY_TRANSCRIPT, SessionTurns, TurnTranscript
@@ -139,12 +138,12 @@ class RequestStreams:
 
     def sessions(self) -> list[SessionInfo]:
         """The sessions of the engine's only tenant."""
-        return self.engine.scheduler.features[SessionCache].list_tenant(b"")
+        return self.engine.sessions.list_tenant(b"")
 
     def drop_session(self, name: str) -> bool:
         """Drop a session and its KV. Returns False for an unknown one. Raises SessionBusyError during a turn of it."""
         self._turns.drop_session(SessionName(b"", name))
-        return self.engine.drop_session(SessionName(b"", name))
+        return self.engine.sessions.drop(SessionName(b"", name))
 
     def step(self) -> list[RequestOutputCollector]:
         """Run ``Engine.step``. Returns the collectors with new outputs. Raises WorkerError if a worker is lost."""

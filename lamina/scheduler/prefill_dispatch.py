@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from functools import partial
 
-from lamina.protocol.step_plan import GRANTS_AHEAD, Fork, Free, New, PrefillGrant, SequenceOp, StepPlan
+from lamina.protocol.control import ComputeReady
+from lamina.protocol.step_plan import GRANTS_AHEAD, BindReply, Fork, Free, New, PrefillGrant, SequenceOp, StepPlan
 
 from .feature import Feature, Leaving, Loss, PlanDraft, Scheduling
 from .kv_manager.allocator import next_rows
@@ -71,10 +73,14 @@ class PrefillDispatcher(Feature):
         stores: Several[PromptCache] = (),
         ahead: int = GRANTS_AHEAD,
         stored_block: int = 0,
+        *,
+        bound_stores: Several[BindReply] = (),
+        caches_of: Callable[[Several[BindReply]], Several[PromptCache]] | None = None,
     ) -> None:
         """``first_batch``: the number of the first worker's batch; the others follow. ``stores``: their prompt caches;
         empty: they have none. ``ahead``: the limit of chunks in flight for each worker. ``stored_block``: the tokens of
-        a block, if workers fetch whole blocks of stored KV from memory workers; 0: they fetch none.
+        a block, if workers fetch whole blocks of stored KV from memory workers; 0: they fetch none. ``bound_stores``:
+        the workers' stores, for which ``caches_of`` makes prompt caches; None: they stay the same.
         """
         self.stored_block = stored_block
         self.workers = [_PrefillWorkerState(i) for i in range(num_workers)]
@@ -84,6 +90,7 @@ class PrefillDispatcher(Feature):
         self._chunk = chunk
         self._first_batch, self._ahead = first_batch, ahead
         self.slo_admission = slo_admission or SloAdmission(num_workers)
+        self._bound_stores, self._caches_of = bound_stores, caches_of
         self.reset_caches(stores)
 
     def is_for_prefill_worker(self, sequence: Sequence, known: int = 0) -> bool:
@@ -271,6 +278,12 @@ class PrefillDispatcher(Feature):
         for worker in self.workers:
             worker.prompt_cache = stores[worker.index] if stores else None
         self.slo_admission.keeps_prompts = bool(stores)
+
+    def resume(self, ready: ComputeReady) -> None:
+        """Set new prompt caches if stores have changed: the replacement of a lost worker may have another size."""
+        if self._caches_of is not None and ready.prefill_stores != self._bound_stores:
+            self._bound_stores = ready.prefill_stores
+            self.reset_caches(self._caches_of(self._bound_stores))
 
     def extend_plan(self, draft: PlanDraft) -> None:
         """Start chunks of the batch's sequences, unless a running sequence waits for blocks.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from lamina.protocol.control import ComputeReady
 from lamina.request import OverloadedError, Refusal
 
 from .conductor import Conductor, ConductorConfig, PromptInfo, StoredLatency
@@ -325,6 +326,11 @@ class SloAdmission:
         for sequence in sequences:
             if not sequence.finished:
                 self.reserve(sequence)
+
+    def begin_epoch(self, info: ComputeReady) -> None:
+        """Log later decisions by what the workers of a new epoch reported."""
+        if self.decision_log:
+            self.decision_log.info = info
 
     def reset_prefill(self) -> None:
         """Reserve all prompts anew, since no worker computes one any more."""

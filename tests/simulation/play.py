@@ -104,7 +104,7 @@ class Play:
             if ask.forgets == "all":
                 engine.reset_prefix_cache()
             elif ask.forgets and ask.terms.session:
-                engine.drop_session(ask.terms.session)
+                engine.sessions.drop(ask.terms.session)
             prompt = [*self._said_before(ask), *ask.prompt]
             request = engine.add(prompt, ask.sampling, make_detokenizer=Letters, terms=ask.terms)
             self.asked[request] = place, ask

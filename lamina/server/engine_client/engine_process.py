@@ -27,7 +27,6 @@ from lamina.protocol.control import EPOCH_BITS, ControlLink, Failed, LinkBrokenE
 from lamina.protocol.executor import ReducedCapacityError, WorkerError
 from lamina.request import ErrorOrigin, OverloadedError, RequestOutput
 from lamina.scheduler.conductor.overload import NO_LIMITS
-from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName
 from lamina.utils.background_thread import LowPriorityCall
 from lamina.utils.log_limit import limit_repeats
@@ -265,10 +264,10 @@ class EngineLoop:
     def _report_sessions(self, request: SessionsRequest) -> None:
         sessions, copy, refusal, blame = list[SessionInfo](), None, "", ErrorOrigin.CLIENT
         try:
-            sessions = self._engine.scheduler.features[SessionCache].list_tenant(request.tenant)
+            sessions = self._engine.sessions.list_tenant(request.tenant)
             if request.drop is not None:
                 sessions = [s for s in sessions if s.name == request.drop]
-                self._engine.drop_session(SessionName(request.tenant, request.drop))
+                self._engine.sessions.drop(SessionName(request.tenant, request.drop))
             copy = self._port_session(request)
         except ValueError as e:
             refusal = str(e)
@@ -280,13 +279,12 @@ class EngineLoop:
         self.outbox.put(SessionsReply(request.number, sessions, copy, refusal, blame))
 
     def _port_session(self, request: SessionsRequest) -> SessionCopy | None:
-        leaves = self._engine.scheduler.features[SessionCache]
         if request.import_ is not None:
-            leaves.import_session(request.tenant, request.import_, self._engine.worker_info.max_model_len)
+            self._engine.sessions.import_copy(request.tenant, request.import_)
         if request.copy is None:
             return None
         self._engine.release_idle_blocks()  # the client has seen the end of its last turn; now the scheduler has too
-        return leaves.export_session(SessionName(request.tenant, request.copy))
+        return self._engine.sessions.export(SessionName(request.tenant, request.copy))
 
     def _add(self, add: AddPrompt) -> None:
         try:
@@ -347,7 +345,7 @@ class EngineLoop:
             self._rebalancer.update(counters)
         if now - self._asked_at > COUNTERS_S:
             self._asked_at = now
-            self._sessions = dict(self._engine.scheduler.features[SessionCache].count_by_tier)
+            self._sessions = dict(self._engine.sessions.count_by_tier)
             self._pools.request_stats()
         if due:
             self._report_state()

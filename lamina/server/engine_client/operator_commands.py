@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from lamina.engine.engine import Engine
-from lamina.engine.evacuation import Evacuation
+from lamina.engine.evacuation import evacuation_of
 from lamina.engine.scheduler_factory import check_kv_capacity, cordon, cordoned_workers
 from lamina.executor.memory_worker_slots import ResizeNeedsRestartError
 from lamina.executor.worker_executor import WorkerExecutor
-from lamina.scheduler.kv_manager.migration import KvMigration
 
 from .messages import CordonWorker, ScaleMemory, ScaleReply
 
@@ -34,9 +33,7 @@ def _scale(engine: Engine, pools: WorkerExecutor, wanted: ScaleMemory) -> ScaleR
             raise ValueError(f"memory worker {left[0]} is cordoned, and sequences would move to it: undo that first")
         change = pools.resizer.plan(wanted.memory_workers)
         check_kv_capacity(engine.scheduler, engine.worker_info, change.capacity)
-        migrates = engine.config.migrates_sequences and engine.scheduler.features.get(KvMigration) is not None
-        exits = Evacuation(engine, gone) if migrates and gone else None
-        pools.resizer.begin(change, wanted.leaving_workers, leaves_by_itself=exits)
+        pools.resizer.begin(change, wanted.leaving_workers, leaves_by_itself=evacuation_of(engine, gone))
     except (ValueError, OSError) as error:
         return ScaleReply(error=str(error), in_place=not isinstance(error, ResizeNeedsRestartError))
     return None

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lamina.engine.engine import Engine
+from lamina.engine.scheduler_stats import SchedulerStats
 from lamina.executor.worker_executor import WorkerExecutor
-from lamina.scheduler.kv_manager.migration import KvMigration
-from lamina.scheduler.kv_manager.offload_index import OffloadIndex
-from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
-from lamina.scheduler.sparsity.pruning import BlockPruner
-from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 
 from .messages import EngineReady, EngineState
 
@@ -19,14 +15,13 @@ Metrics = dict[str, float | Mapping[str, float] | None]  # by the names of metri
 
 def state_of(engine: Engine, pools: WorkerExecutor, sessions: dict[str, int], steps: int) -> EngineState:
     """Return the engine's state. ``sessions``: tier -> their number; ``steps``: steps done so far."""
-    scheduler = engine.scheduler
-    values = {**_kv_metrics(engine, pools), "prefill_replicated_pages": engine.slo_admission.num_page_replicas}
+    stats = engine.scheduler_stats
+    values = {**_kv_metrics(stats, pools), "prefill_replicated_pages": engine.slo_admission.num_page_replicas}
     if engine.config.caches_prefixes:
         values["sessions"] = sessions
         values["session_resumed_turns"] = engine.sessions.hits
         values["session_wait_seconds"] = engine.sessions.waits
-    if (references := scheduler.features.get(ReferenceDecoder)) is not None:
-        errors = references.errors
+    if (errors := stats.sparsity_errors) is not None:
         values["kv_sparsity_measured_tokens"] = errors.tokens
         values["kv_sparsity_kl_nats"] = errors.kl
         values["kv_sparsity_top1_disagreement_ratio"] = errors.top1
@@ -39,33 +34,30 @@ def state_of(engine: Engine, pools: WorkerExecutor, sessions: dict[str, int], st
         values["ttft_predicted_seconds"] = counts.predicted_ttft_s
         values["ttft_actual_seconds"] = counts.actual_ttft_s
         values["rejected_after_prefill_tokens"] = counts.rejected_after_prefill_tokens
-    free_blocks = engine.free_blocks
     return EngineState(
-        running=scheduler.num_unfinished,
-        waiting=scheduler.num_waiting,
-        free_blocks=list(free_blocks),
-        evictable_blocks=scheduler.features[PrefixCache].evictable(free_blocks),
+        running=stats.running,
+        waiting=stats.waiting,
+        free_blocks=list(engine.free_blocks),
+        evictable_blocks=stats.evictable_blocks,
         steps=steps,
         recovering=pools.is_recovering,
         metrics={n: dict(v) if isinstance(v, Mapping) else v for n, v in values.items() if v is not None},
     )
 
 
-def _kv_metrics(engine: Engine, pools: WorkerExecutor) -> Metrics:
+def _kv_metrics(stats: SchedulerStats, pools: WorkerExecutor) -> Metrics:
     """Return metrics of preemptions, of the prefix cache, and of KV that was dropped, or lies or goes elsewhere."""
-    scheduler, features, borrower = engine.scheduler, engine.scheduler.features, pools.borrower
-    prefixes, tier, pruner = features[PrefixCache], features.get(OffloadIndex), features.get(BlockPruner)
-    migration = features.get(KvMigration)
+    borrower = pools.borrower
     return {
-        "num_preemptions": scheduler.num_preemptions,
-        "prefix_cache_queries": prefixes.num_queried_tokens,
-        "prefix_cache_hits": prefixes.num_hit_tokens,
-        "external_prefix_cache_queries": tier.num_queried_tokens if tier else 0,
-        "external_prefix_cache_hits": tier.num_hit_tokens if tier else 0,
-        "kv_evicted_by_sparsity_blocks": pruner.num_dropped if pruner else None,
-        "spilled_blocks": _by_memory_worker(pools.ready.holders, scheduler.borrowed_blocks),
+        "num_preemptions": stats.preemptions,
+        "prefix_cache_queries": stats.queried_tokens,
+        "prefix_cache_hits": stats.hit_tokens,
+        "external_prefix_cache_queries": stats.stored_queried_tokens,
+        "external_prefix_cache_hits": stats.stored_hit_tokens,
+        "kv_evicted_by_sparsity_blocks": stats.pruned_blocks,
+        "spilled_blocks": _by_memory_worker(pools.ready.holders, stats.borrowed_blocks),
         "kv_migrated_bytes": pools.resizer.moved_bytes,
-        "kv_migrated_blocks": migration.num_moved_blocks if migration else None,
+        "kv_migrated_blocks": stats.migrated_blocks,
         "borrowed_bytes": borrower.by_creditor if borrower else None,
         "borrow_refused": borrower.refusals if borrower else None,
         "lent_blocks": borrower.lent_blocks if borrower else None,

@@ -29,8 +29,6 @@ from lamina.observe.failpoints import Failpoint
 from lamina.ops import gemm
 from lamina.protocol.executor import WorkerError
 from lamina.request import RequestOutput, SamplingParams
-from lamina.scheduler.kv_manager.swap import SwapPolicy
-from lamina.scheduler.sparsity.pruning import BlockPruner
 from lamina.utils.emulated_device import VARIABLE as EMULATION
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
@@ -148,11 +146,7 @@ class Check:
         verdict = self._verdict_of(setting, partial(self._outcome, llm, wire, run, setting, start))
         if setting.loads_from_disk and _loaded_bytes(llm) == before:
             verdict = failed_verdict(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
-        if (
-            setting.drops_blocks
-            and (evictions := llm.engine.scheduler.features.get(BlockPruner))
-            and not evictions.num_dropped
-        ):
+        if setting.drops_blocks and llm.engine.scheduler_stats.pruned_blocks == 0:
             more = f"no KV block was dropped: prompts need more than {llm.engine.config.kv.kv_budget} tokens"
             verdict = failed_verdict(setting, more, held=None)
         if setting.swaps and not self._outcomes[setting].num_preemptions:
@@ -188,12 +182,12 @@ class Check:
             self._low_memory = LowMemoryCase(
                 longest, info.bind.layers, info.max_model_len, [len(ids) for ids in self._ids]
             )
-        swaps = llm.engine.scheduler.features.get(SwapPolicy)
+        counts = llm.engine.scheduler_stats
         return replace(
             self._compared(llm.engine.config, outputs, start),
             plans=wire.plans,
-            num_preemptions=llm.engine.scheduler.num_preemptions,
-            num_swapped=swaps.num_swapped_sequences if swaps else 0,
+            num_preemptions=counts.preemptions,
+            num_swapped=counts.swapped_sequences,
             idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
             lent=sum(wire.lent.values()),
             moved_bytes=run.moved_bytes,

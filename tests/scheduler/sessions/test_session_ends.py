@@ -1,6 +1,6 @@
 """Turns of sessions that end while something else happens to their session, in an engine whose workers are fakes.
 
-Covers: lamina/scheduler/kv_manager/session_cache.py.
+Covers: lamina/scheduler/kv_manager/session_cache.py, lamina/engine/sessions.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from fake_executor import FakeWire, make_engine
 from lamina.engine.engine import Engine
 from lamina.request import SamplingParams
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
-from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName
 
@@ -51,20 +50,20 @@ def test_a_session_that_is_deleted_before_its_turn_is_settled_leaves_nothing(
     said = [5] * 40
     for number in range(turns):
         said = [*turn(engine, said), *[6 + number] * 20]
-    assert engine.drop_session(NAME)
-    assert not engine.drop_session(NAME)
+    assert engine.sessions.drop(NAME)
+    assert not engine.sessions.drop(NAME)
     settle(engine)
     assert engine.scheduler.features[PrefixCache].num_retained == 0
     assert wire.tables.free_blocks == (64,)
     turn(engine, said)
     settle(engine)
-    assert [facts.turns for facts in engine.scheduler.features[SessionCache].list_tenant(b"me")] == [1]
+    assert [facts.turns for facts in engine.sessions.list_tenant(b"me")] == [1]
 
 
 def test_a_turn_that_is_broken_off_leaves_its_session_where_it_was(engine: Engine) -> None:
     said = [*turn(engine, [5] * 90), 7, 8]
     settle(engine)
-    (before,) = engine.scheduler.features[SessionCache].list_tenant(b"me")
+    (before,) = engine.sessions.list_tenant(b"me")
     number = engine.add(
         [*said, *[9] * 20], SamplingParams(prompt_logprobs=1, max_tokens=5), terms=CacheOptions(session=NAME)
     )
@@ -72,7 +71,7 @@ def test_a_turn_that_is_broken_off_leaves_its_session_where_it_was(engine: Engin
         engine.step()
     engine.cancel(number)
     settle(engine)
-    (after,) = engine.scheduler.features[SessionCache].list_tenant(b"me")
+    (after,) = engine.sessions.list_tenant(b"me")
     assert after.tokens == before.tokens > 0
     output = engine.add([*said, *[3] * 19], PARAMS, terms=CacheOptions(session=NAME))
     found = None
@@ -87,11 +86,11 @@ def test_turns_that_wait_while_their_session_is_deleted_leave_no_session() -> No
     said = turn(engine, [5] * 40)
     for number in (6, 7):
         engine.add([*said, *[number] * 40], PARAMS, terms=CacheOptions(session=NAME))
-    assert engine.drop_session(NAME)
+    assert engine.sessions.drop(NAME)
     while not any(output.finished for output in engine.step()):
         pass
     engine.step()
     engine.scheduler.evict_retained()
     settle(engine)
     assert engine.scheduler.features[PrefixCache].num_retained == 1, "the last turn, which has no name"
-    assert engine.scheduler.features[SessionCache].list_tenant(b"me") == []
+    assert engine.sessions.list_tenant(b"me") == []

@@ -1,4 +1,7 @@
-"""An engine reports values of metrics that exist, and none of features that it does not have."""
+"""An engine reports values of metrics that exist, and none of features that it does not have.
+
+Covers: lamina/engine/scheduler_stats.py.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
 from lamina.engine.engine import Engine
+from lamina.engine.scheduler_stats import collect_stats
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
@@ -28,12 +32,13 @@ PROMISED = SloCounts(prompts=2, predicted_ttft_s=0.5, actual_ttft_s=0.75, prefil
 
 
 def reported(features: dict[type, Any], *, whole: bool) -> dict[str, Any]:
-    scheduler = SimpleNamespace(
+    scheduler: Any = SimpleNamespace(
         num_unfinished=1, num_waiting=2, num_preemptions=3, features={PrefixCache: PREFIXES, **features},
-        borrowed_blocks=[0, 5] if whole else None,
+        available_blocks=(7, 8), borrowed_blocks=[0, 5] if whole else None,
     )  # fmt: skip
     engine: Any = SimpleNamespace(
-        scheduler=scheduler, free_blocks=[7, 8], config=SimpleNamespace(caches_prefixes=whole, migrates_kv=whole),
+        scheduler_stats=collect_stats(scheduler), free_blocks=[7, 8],
+        config=SimpleNamespace(caches_prefixes=whole, migrates_kv=whole),
         sessions=SimpleNamespace(hits={"host": 2}, waits={"host": 1.5}),
         slo_admission=SimpleNamespace(
             counts=lambda: PROMISED if whole else None, num_page_replicas=6 if whole else None
