@@ -32,7 +32,7 @@ from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import BindRequest, FetchPrefix, Free, LayerShape, New, RowRange, SequenceOp, StepPlan
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
-from lamina.workers.prefill.prefix_fetch import PrefixFetch, prefix_listener_terms
+from lamina.workers.prefill.prefix_fetch import PrefixFetch, cached_prefixes, prefix_listener_terms
 
 CPU, BLOCK, WAIT_S = torch.device("cpu"), 16, 60.0
 PEER = Path(__file__).parent / "peers" / "mooncake_engine.py"
@@ -55,14 +55,15 @@ class Prefiller:
         self._door = EpochListener(
             netstack.open("tcp", key=b"k" * 32).listen("", prefix_listener_terms(f"p{number}", 2))
         )
-        self._own = PrefixFetch(self._store, WAIT_S)
-        self.url = self._door.url
-        if number == 0:
-            self._begin([New(1)], [RowRange(1, 0, most)])
+        self.url, self._most = self._door.url, most
 
     def meet(self, urls: list[str]) -> None:
         peers = [Address(url, f"p{number}") for number, url in enumerate(urls)]
-        self._own.connect(ConnectPrefillPeers(peers=peers, own_index=self._number), self._view, self._door, WAIT_S)
+        source = cached_prefixes(self._store, ConnectPrefillPeers(peers=peers, own_index=self._number))
+        self._own = PrefixFetch(self._store, source, self._view, WAIT_S)
+        self._own.connect(WAIT_S, self._door)
+        if self._number == 0:
+            self._begin([New(1)], [RowRange(1, 0, self._most)])
 
     def fetch(self, tokens: int) -> float:
         """Seconds for so many tokens of the other's sequence."""

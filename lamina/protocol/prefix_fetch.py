@@ -1,4 +1,4 @@
-"""Prefix fetch between prefill workers: addresses, connections and requests. If several workers compute a prompt
+"""Prefix fetch: addresses, connections and requests. If several workers compute a prompt
 together, workers of the same stage fetch from each other.
 """
 
@@ -57,23 +57,8 @@ class ConnectPrefillPeers(msgspec.Struct, frozen=True, kw_only=True, tag="meet-p
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request for K and V of whole blocks: ``count`` tokens of ``sequence`` from ``first`` on, for a step."""
-
-    sequence: int
-    first: int
-    count: int
-    batch: int
-    step: int
-
-
-def stored_prefix_reader(worker: str) -> str:
-    """Return the name by which prefill worker ``worker`` connects to memory workers to fetch stored KV."""
-    return f"{worker}/stored"
-
-
-class StoredPrefixRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Prefill worker -> memory worker: a request for K and V of blocks: ``count`` tokens of ``sequence`` from
-    ``first`` on, in layers ``first_layer .. last_layer``. A grant of their sequence allows it.
+    """Prefill worker -> prefill worker or memory worker: a request for K and V of whole blocks, for a step: ``count``
+    tokens of ``sequence`` from ``first`` on, in layers ``first_layer .. last_layer``.
     """
 
     sequence: int
@@ -81,6 +66,13 @@ class StoredPrefixRequest(msgspec.Struct, frozen=True, array_like=True):
     count: int
     first_layer: int
     last_layer: int
+    batch: int
+    step: int
+
+
+def stored_prefix_reader(worker: str) -> str:
+    """Return the name by which prefill worker ``worker`` connects to memory workers to fetch stored KV."""
+    return f"{worker}/stored"
 
 
 def owned_blocks(

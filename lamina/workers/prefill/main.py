@@ -32,9 +32,9 @@ from lamina.workers.memory.kv_store import KvStore, available_bytes
 
 from .kv_sender import KvSender
 from .prefill_worker import LocalAttention, PrefillWorker
-from .prefix_fetch import PrefixFetch, prefix_listener_terms
+from .prefix_fetch import PrefixFetch, PrefixSource, cached_prefixes, prefix_listener_terms
 from .stage_worker import StagePipeline, StageProgram, connect_stages, drop_model, stage_listener_terms, stage_program
-from .stored_prefix_fetch import StoredPrefixFetch
+from .stored_prefixes import stored_prefixes
 
 
 def serve_prefill(sock: socket.socket, module: Any = None) -> None:
@@ -122,15 +122,18 @@ class PrefillServer(ModelServer):
                 ring, ring.can_receive, self.start.replica % self.start.topology.prefill_pipeline
             )
         if order.memory:
-            stored = StoredPrefixFetch(
-                self._store, cut.partition, self._own_slices.start, deadlines.step_timeout_s, self.runtime, self.trace
-            )
-            self._attention.add_prefix_fetch(stored)
-            stored.connect(order.memory, stored_prefix_reader(self.start.name), fabric, deadlines.start_timeout_s)
+            reader = stored_prefix_reader(self.start.name)
+            stored = stored_prefixes(self._store, order, cut.partition, self._own_slices.start, reader)
+            self._add_prefix_fetch(stored, fabric).connect(deadlines.start_timeout_s)
         if order.peers and self._prefix_listener is not None:
-            beginnings = PrefixFetch(self._store, deadlines.step_timeout_s, self.runtime, self.trace)
-            self._attention.add_prefix_fetch(beginnings)  # first, so that it is stopped even if it cannot connect
-            beginnings.connect(order, fabric, self._prefix_listener, deadlines.start_timeout_s)
+            cached = cached_prefixes(self._store, order, self.trace)
+            self._add_prefix_fetch(cached, fabric).connect(deadlines.start_timeout_s, self._prefix_listener)
+
+    def _add_prefix_fetch(self, source: PrefixSource, fabric: EpochFabric) -> PrefixFetch:
+        """Return a fetch that is still to connect. It is stopped even if it cannot."""
+        fetch = PrefixFetch(self._store, source, fabric, self.start.deadlines.step_timeout_s, self.runtime, self.trace)
+        self._attention.add_prefix_fetch(fetch)
+        return fetch
 
     def _ready(self, bounds: list[BindReply], epoch: int) -> ComputeReady:
         return structs.replace(self.ready_message(self._cut, bounds, epoch), prefill_stores=[self._store.bind_reply])

@@ -3,7 +3,7 @@
 It computes a prompt in chunks, with all K and V of the prompt in its own store, and draws the first token. It sends K
 and V of each layer as soon as they exist. Memory workers store them when decoding leaves them idle
 (workers.memory.kv_transfer.prefill_receive), so a prompt hardly delays decoding. It may get K and V of a prompt's
-beginning from another prefill worker (prefill.prefix_fetch) or from memory workers (prefill.stored_prefix_fetch).
+beginning from another prefill worker or from memory workers (prefill.prefix_fetch).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from lamina.netstack import ChannelTimeout
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.control import RunRound, StepDone
-from lamina.protocol.step_plan import MEMORY_WORKERS, FetchPrefix, ProtocolError, StepPlan, SurvivingKv
+from lamina.protocol.step_plan import FetchPrefix, ProtocolError, StepPlan, SurvivingKv
 from lamina.utils.tensor_buffers import part_of
 from lamina.workers.compute.compute_worker import Attention, ComputeWorker, PipelineComm
 from lamina.workers.memory.attention_step import AttentionStep, StoredAttention, StoredKvRows
@@ -28,7 +28,6 @@ from lamina.workers.staging import EMPTY_BYTES
 
 from .kv_sender import KvSender
 from .prefix_fetch import PrefixFetch
-from .stored_prefix_fetch import StoredPrefixFetch
 
 STAGE_WAIT_S = 0.02  # seconds of a wait for the stage before, before the driver's messages are checked again
 POLL_S = 0.002  # seconds of a wait for memory workers, before the driver's messages are checked again
@@ -45,7 +44,7 @@ class LocalAttention:
         self._before = EMPTY_BYTES  # O of the layer before the first one here, from the stage before
         self._client = pool
         # Exchange KV with other prefill workers, and get KV of memory workers; none until they are connected.
-        self._prefix_fetches: list[PrefixFetch | StoredPrefixFetch] = []
+        self._prefix_fetches: list[PrefixFetch] = []
         self._trace = trace
         self._step: AttentionStep | None = None
         self._q = EMPTY_BYTES
@@ -66,7 +65,7 @@ class LocalAttention:
             self._store.reconcile(keep)
         self._past_s, self._client, self._step, self._prefix_fetches = self.sending_s, pool, None, []
 
-    def add_prefix_fetch(self, beginnings: PrefixFetch | StoredPrefixFetch) -> None:
+    def add_prefix_fetch(self, beginnings: PrefixFetch) -> None:
         """Use the connections to other workers of this epoch, which have beginnings of prompts."""
         self._prefix_fetches.append(beginnings)
 
@@ -83,8 +82,7 @@ class LocalAttention:
     def send_plan(self, plan: StepPlan) -> None:
         """Announce a coming step, and request the KV that it fetches. Raises ChannelError, ProtocolError."""
         for op in plan.ops:
-            wanted = StoredPrefixFetch if isinstance(op, FetchPrefix) and op.worker == MEMORY_WORKERS else PrefixFetch
-            if isinstance(op, FetchPrefix) and not any(isinstance(each, wanted) for each in self._prefix_fetches):
+            if isinstance(op, FetchPrefix) and not any(each.fetches(op) for each in self._prefix_fetches):
                 raise ProtocolError(f"step {plan.step} fetches from workers to which this one has no channel")
         for fetch in self._prefix_fetches:
             fetch.request(plan)

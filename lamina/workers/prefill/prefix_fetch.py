@@ -1,14 +1,14 @@
-"""Prefix fetch: a prefill worker gets K and V of a prompt's beginning from another one, and computes the rest.
+"""Prefix fetch: a prefill worker gets K and V of a prompt's beginning from other workers, and computes the rest.
 
-In an epoch each worker has a channel to each other one, and sends a request as soon as it receives a FetchPrefix. The
-other worker replies from its store while it computes. The transfer has one layer after another, so rows go through a
-layer as soon as its blocks have arrived.
+In an epoch it has a channel to each other prefill worker, whose prompt cache has beginnings (``cached_prefixes``). It
+has a second one to each memory worker (``stored_prefixes``). It sends a request as soon as it receives a FetchPrefix.
+The others reply from their stores meanwhile, one layer after another. So rows go through a layer as soon as its blocks
+have arrived.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lamina.netstack import Geometry, ListenTerms, PeerFault
@@ -53,91 +53,136 @@ def prefix_inboxes(block_bytes: int) -> tuple[Geometry, Geometry]:
     return Geometry(slots=SLOTS, slot_bytes=REQUEST_BYTES), inbox(block_bytes)
 
 
+class PrefixSource(NamedTuple):
+    """The workers of one kind, which have beginnings of prompts.
+
+    ``peers``: these and this worker, by number. ``inboxes``: see ``prefix_inboxes``. ``parts``: what one of them sends:
+    of an op, of its blocks here by layer group, and of a peer's number. ``first_layer``: their number of the first
+    layer here. ``answer``: replies to requests of theirs; None: they make none.
+    """
+
+    peers: Sequence[TransferPeer]
+    inboxes: tuple[Geometry, Geometry]
+    parts: Callable[[FetchPrefix, Sequence[Sequence[int]], int], Iterator[TransferPart]]
+    is_memory: bool = False  # each of the memory workers has a part of a beginning
+    first_layer: int = 0
+    answer: Callable[[bytes], Iterator[TransferPart]] | None = None
+
+
+def cached_prefixes(store: KvStore, order: ConnectPrefillPeers, trace: Recorder = NULL_RECORDER) -> PrefixSource:
+    """Return the prompt caches of other prefill workers with the same layers, which get what this one has in turn."""
+    own = order.own_index
+    peers = [
+        TransferPeer(prefix_listener_name(peer.name), n != own, n != own, n == own, peer.url, peer.key)
+        for n, peer in enumerate(order.peers)
+    ]
+
+    def answer(data: bytes) -> Iterator[TransferPart]:
+        """Yield the parts of a request. The driver ensures that the blocks are not written meanwhile. Raises
+        TransferRefusedError, ProtocolError.
+        """
+        ask = decode(PrefixRequest, data)
+        ids = whole_blocks(store, ask.sequence, ask.first, ask.count)
+        if ids is None:
+            raise TransferRefusedError(f"there are no such tokens: {ask}")
+        for part in layer_parts(store, ids, gather):
+            begun = trace.now()
+            yield part
+            trace.add(Event.LEND, begun, ask, part.layer, value=part.nbytes)
+
+    inboxes = prefix_inboxes(max_block_bytes(store))
+    return PrefixSource(peers, inboxes, lambda op, ids, worker: layer_parts(store, ids, scatter), answer=answer)
+
+
 class PrefixFetch:
-    """The prefix fetches of a prefill worker in one epoch: blocks that it fetches, and blocks that it sends."""
+    """The prefix fetches of a prefill worker in one epoch, from one kind of workers."""
 
     def __init__(
-        self, store: KvStore, timeout_s: float, around: Runtime = RUNTIME, trace: Recorder = NULL_RECORDER
+        self,
+        store: KvStore,
+        source: PrefixSource,
+        fabric: EpochFabric,
+        timeout_s: float,
+        around: Runtime = RUNTIME,
+        trace: Recorder = NULL_RECORDER,
     ) -> None:
         """``timeout_s``: of a step."""
-        self._store, self._timeout_s, self._runtime, self._trace = store, timeout_s, around, trace
-        self._links: PeerLinks | None = None  # set by ``connect``
+        self._store, self._source, self._fabric = store, source, fabric
+        self._timeout_s, self._trace = timeout_s, trace
+        self._links = PeerLinks(fabric, source.peers, around)
         self._pending: _PendingFetch | None = None
 
-    def connect(self, order: ConnectPrefillPeers, fabric: EpochFabric, listener: EpochListener, limit_s: float) -> None:
-        """Connect to each other worker, and accept their connections. Raises ChannelError."""
-        own, inboxes = order.own_index, prefix_inboxes(max_block_bytes(self._store))
-        peers = [
-            TransferPeer(prefix_listener_name(peer.name), n != own, n != own, n == own, peer.url, peer.key)
-            for n, peer in enumerate(order.peers)
-        ]
-        self._links = PeerLinks(fabric, peers, self._runtime)
-        silence_s = (GRANTS_AHEAD + 1) * self._timeout_s  # steps that may be computed first
-        self._links.open(silence_s, limit_s, limit_s, self._answer, inboxes, self._store.device)
-        while self._links.num_missing:
-            channel = fabric.accept(listener, limit_s)
+    def connect(self, limit_s: float, listener: EpochListener | None = None) -> None:
+        """Connect to each of the workers in the background, and accept at ``listener`` those that connect, too. Raises
+        ChannelError.
+        """
+        source, silence_s = self._source, (GRANTS_AHEAD + 1) * self._timeout_s  # steps that may be computed first
+        self._links.open(silence_s, limit_s, limit_s, source.answer, source.inboxes, self._store.device)
+        while listener is not None and self._links.num_missing:
+            channel = self._fabric.accept(listener, limit_s)
             if not self._links.accept(channel):
                 raise PeerFault(f"{channel.peer_name!r} has connected, and is not expected")
 
     def stop(self) -> None:
         """Write nothing to the store from now on, and end the epoch of the channels."""
-        if self._links is not None:
-            self._links.stop()
+        self._links.stop()
+
+    def fetches(self, op: object) -> bool:
+        """Return whether ``op`` fetches KV from these workers."""
+        return isinstance(op, FetchPrefix) and (op.worker == MEMORY_WORKERS) == self._source.is_memory
 
     def request(self, plan: StepPlan) -> None:
         """Request the KV that a coming step fetches. Raises ChannelError, ProtocolError."""
-        for op in plan.ops:
-            if isinstance(op, FetchPrefix) and op.worker != MEMORY_WORKERS:
-                data = encode(PrefixRequest(op.source, op.first, op.count, plan.batch, plan.step))
-                self._source(op).request(plan.step, data)
+        first = self._source.first_layer
+        for op in self._ops(plan):
+            layers = first, first + len(self._store.layers)
+            data = encode(PrefixRequest(op.source, op.first, op.count, *layers, plan.batch, plan.step))
+            for link in self._links_of(op).values():
+                link.request(plan.step, data)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Begin the step of an applied plan. Raises ProtocolError."""
         self._pending = None
-        for op in plan.ops:
-            if isinstance(op, FetchPrefix) and op.worker != MEMORY_WORKERS:
-                if self._pending is not None:
-                    raise ProtocolError(f"step {plan.step} fetches for two sequences")
-                ids = whole_blocks(self._store, op.sequence, op.first, op.count)
-                if ids is None:
-                    raise ProtocolError(
-                        f"step {plan.step}: {op} does not begin with a block, or is of layers with windows"
-                    )
-                self._store.staging.record_event()()  # waits until the device no longer uses the blocks
-                parts, link = list(layer_parts(self._store, ids, scatter)), self._source(op)
-                transfer = link.expect(Transfer(plan.step, parts, self._timeout_s))
-                self._pending = _PendingFetch(plan, op, parts, link, transfer)
+        for op in self._ops(plan):
+            if self._pending is not None:
+                raise ProtocolError(f"step {plan.step} fetches for two sequences")
+            ids = whole_blocks(self._store, op.sequence, op.first, op.count)
+            if ids is None:
+                raise ProtocolError(f"step {plan.step}: {op} does not begin with a block, or is of layers with windows")
+            self._store.staging.record_event()()  # waits until the device no longer uses the blocks
+            transfers = [
+                (link, link.expect(Transfer(plan.step, self._source.parts(op, ids, worker), self._timeout_s)))
+                for worker, link in self._links_of(op).items()
+            ]
+            self._pending = _PendingFetch(plan, op, transfers)
 
     def receive_layer(self, layer: int) -> int:
-        """Wait until the fetched KV of ``layer`` is stored. Returns its bytes. Raises ChannelError."""
-        due, begun = self._pending, time.perf_counter()
-        if due is None:
+        """Wait until the fetched KV of ``layer``, counted from the store's first one, is stored. Returns the bytes that
+        have come since the last call. Raises ChannelError.
+        """
+        if (due := self._pending) is None:
             return 0
-        try:
-            due.link.wait(due.transfer, layer)
-        except TransferRefusedError as e:
-            raise MissingKvError(f"prefill worker {due.op.worker}: {e}") from e
-        nbytes = sum(part.nbytes for part in due.parts if part.layer == layer)
+        begun = self._trace.now()
+        for link, transfer in due.transfers:
+            try:
+                link.wait(transfer, layer)
+            except TransferRefusedError as e:
+                raise MissingKvError(f"{link.peer}: {e}") from e
+        counted = sum(transfer.nbytes for _, transfer in due.transfers)
+        self._pending, nbytes = due._replace(counted=counted), counted - due.counted
         self._trace.add(Event.FETCH, begun, due.plan, layer, due.op.worker, nbytes)
         return nbytes
 
-    def _source(self, op: FetchPrefix) -> TransferLink:
-        if self._links is None or op.worker not in self._links.by_number:
-            raise ProtocolError(f"{op}: there is no other prefill worker {op.worker}")
-        return self._links.by_number[op.worker]
+    def _ops(self, plan: StepPlan) -> Iterator[FetchPrefix]:
+        return (op for op in plan.ops if isinstance(op, FetchPrefix) and self.fetches(op))
 
-    def _answer(self, data: bytes) -> Iterator[TransferPart]:
-        """Yield the parts of a request. The driver ensures that the blocks are not written meanwhile. Raises
-        TransferRefusedError, ProtocolError.
-        """
-        ask = decode(PrefixRequest, data)
-        ids = whole_blocks(self._store, ask.sequence, ask.first, ask.count)
-        if ids is None:
-            raise TransferRefusedError(f"there are no such tokens: {ask}")
-        for part in layer_parts(self._store, ids, gather):
-            begun = time.perf_counter()
-            yield part
-            self._trace.add(Event.LEND, begun, ask, part.layer, value=part.nbytes)
+    def _links_of(self, op: FetchPrefix) -> Mapping[int, TransferLink]:
+        links = self._links.by_number
+        if not self._source.is_memory:
+            links = {op.worker: links[op.worker]} if op.worker in links else {}
+        if not links:
+            raise ProtocolError(f"{op}: there is no channel for it")
+        return links
 
 
 class _PendingFetch(NamedTuple):
@@ -145,6 +190,5 @@ class _PendingFetch(NamedTuple):
 
     plan: StepPlan
     op: FetchPrefix
-    parts: list[TransferPart]
-    link: TransferLink
-    transfer: Transfer
+    transfers: list[tuple[TransferLink, Transfer]]
+    counted: int = 0  # bytes that ``receive_layer`` has returned

@@ -35,7 +35,12 @@ from lamina.workers.memory.kv_transfer import block_parts, transfer_link
 from lamina.workers.memory.kv_transfer.transfer_link import MessageType, pack_header
 from lamina.workers.prefill import prefix_fetch
 from lamina.workers.prefill.prefill_worker import LocalAttention
-from lamina.workers.prefill.prefix_fetch import PrefixFetch, prefix_listener_name, prefix_listener_terms
+from lamina.workers.prefill.prefix_fetch import (
+    PrefixFetch,
+    cached_prefixes,
+    prefix_listener_name,
+    prefix_listener_terms,
+)
 from lamina.workers.runtime import Runtime
 
 CPU = torch.device("cpu")
@@ -55,12 +60,17 @@ class Prefiller:
         self.view = EpochFabric(1, self.fabric)
         self.door = EpochListener(self.fabric.listen("", prefix_listener_terms(f"p{number}", count)))
         self.lenders: list[threading.Thread] = []
-        self.own = PrefixFetch(self.store, WAIT_S, Runtime(start=self._start))
         self.step = 0
 
+    def meet(self, order: ConnectPrefillPeers) -> None:
+        source = cached_prefixes(self.store, order)
+        self.own = PrefixFetch(self.store, source, self.view, WAIT_S, Runtime(start=self._start))
+        self.own.connect(WAIT_S, self.door)
+
     def _start(self, work: Callable[[], None], name: str) -> None:
-        self.lenders.append(threading.Thread(target=work, name=name, daemon=True))
-        self.lenders[-1].start()
+        lender = threading.Thread(target=work, name=name, daemon=True)
+        lender.start()
+        self.lenders.append(lender)  # only now: it may be joined at once
 
     def begin(self, ops: list[SequenceOp], rows: list[RowRange]) -> StepPlan:
         self.step += 1
@@ -91,8 +101,7 @@ def met(count: int, **fields: Any) -> Iterator[list[Prefiller]]:
     def meet(number: int) -> Callable[[], None]:
         def work() -> None:
             try:
-                worker, order = workers[number], ConnectPrefillPeers(peers=peers, own_index=number)
-                worker.own.connect(order, worker.view, worker.door, WAIT_S)
+                workers[number].meet(ConnectPrefillPeers(peers=peers, own_index=number))
             except BaseException as e:  # noqa: BLE001 - for the thread that waits
                 failed.append(e)
 
@@ -158,7 +167,7 @@ def test_what_has_come_counts_under_all_views_and_for_no_slice() -> None:
 @pytest.mark.parametrize(("sequence", "count"), [(2, 16), (1, STORED + 16)])
 def test_what_is_not_there_is_told_by_whoever_is_asked(sequence: int, count: int) -> None:
     """A directory would name KV that is gone: no worker goes on with other K and V."""
-    with met(2) as workers, pytest.raises(MissingKvError, match="prefill worker 0: there are no such tokens"):
+    with met(2) as workers, pytest.raises(MissingKvError, match="p0/prompts: there are no such tokens"):
         workers[1].fetch(FetchPrefix(5, 0, count, 0, sequence))
 
 
@@ -170,7 +179,7 @@ def test_a_fetch_begins_with_a_block() -> None:
 def test_nobody_is_fetched_from_who_is_not_there() -> None:
     with met(2) as workers:
         for worker in (1, 2, -2):
-            with pytest.raises(ProtocolError, match="there is no other prefill worker"):
+            with pytest.raises(ProtocolError, match="there is no channel for it"):
                 workers[1].own.request(StepPlan(step=9, ops=[FetchPrefix(5, 0, 16, worker, 1)], rows=[]))
 
 
@@ -235,7 +244,7 @@ def test_a_stranger_is_not_taken_for_a_prefill_worker() -> None:
     stranger.start()
     expected = ConnectPrefillPeers(peers=[order.peers[0], Address(other.door.url, "p1")], own_index=0)
     with pytest.raises(PeerFault, match="'somebody/prompts' has connected"):
-        one.own.connect(expected, one.view, one.door, WAIT_S)
+        one.meet(expected)
     stranger.join(WAIT_S)
     for each in (one, other):
         each.fabric.close()

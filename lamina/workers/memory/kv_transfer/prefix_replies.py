@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
-from lamina.protocol.prefix_fetch import StoredPrefixRequest
+from lamina.protocol.prefix_fetch import PrefixRequest
 from lamina.protocol.step_plan import (
     Free,
     MessageKey,
@@ -78,7 +78,7 @@ class PrefixReplies:
 
     def answer(self, data: bytes) -> Iterator[TransferPart]:
         """Yield the parts of a request. Raises TransferRefusedError, ProtocolError."""
-        ask, store = decode(StoredPrefixRequest, data), self._store
+        ask, store = decode(PrefixRequest, data), self._store
         if not 0 <= ask.first_layer < ask.last_layer <= len(store.layers):
             raise ProtocolError(f"layers {ask.first_layer} to {ask.last_layer} of {len(store.layers)} are requested")
         with self._changed:

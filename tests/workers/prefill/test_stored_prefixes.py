@@ -16,6 +16,7 @@ from lamina.config.partition import PARTITIONS, by_head
 from lamina.netstack import ListenTerms
 from lamina.protocol.control import Address, TransferPeer
 from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import (
     MEMORY_WORKERS,
     FetchPrefix,
@@ -33,7 +34,8 @@ from lamina.workers.memory.kv_transfer import prefix_replies
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.prefix_replies import PrefixReplies
 from lamina.workers.memory.worker_counters import Counters
-from lamina.workers.prefill.stored_prefix_fetch import StoredPrefixFetch
+from lamina.workers.prefill.prefix_fetch import PrefixFetch
+from lamina.workers.prefill.stored_prefixes import stored_prefixes
 
 CPU = torch.device("cpu")
 LAYERS = [shape(kv_heads=4), shape(kv_heads=2), shape(kv_heads=4)]
@@ -61,10 +63,11 @@ class Pools:
             doors.append(EpochListener(self.fabric.listen("", ListenTerms(name=f"m{number}"))))
         own = LAYERS[low:]
         self.store = _store(own, 0, by_head([x.kv_heads for x in own], [1.0], 0), fields)
-        self.own = StoredPrefixFetch(self.store, split, low, WAIT_S)
         self.low, self.split = low, split
-        addresses = [Address(door.url, f"m{n}") for n, door in enumerate(doors)]
-        self.own.connect(addresses, "p/stored", self.views[-1], WAIT_S)
+        order = ConnectPrefillPeers(memory=[Address(door.url, f"m{n}") for n, door in enumerate(doors)])
+        source = stored_prefixes(self.store, order, split, low, "p/stored")
+        self.own = PrefixFetch(self.store, source, self.views[-1], WAIT_S)
+        self.own.connect(WAIT_S)
         for number, door in enumerate(doors):
             assert self.links[number].accept(self.views[number].accept(door, WAIT_S))
 
