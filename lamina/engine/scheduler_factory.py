@@ -33,6 +33,7 @@ from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.prompt_store import PromptCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
+from lamina.scheduler.kv_manager.stored_states import StoredStates
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
@@ -158,7 +159,7 @@ def _features(
     """The configured features, in the order in which the scheduler calls them. A feature uses only earlier ones."""
     budget, ranks = parse_error_budget(config.kv.kv_error_budget), config.topology.tensor_parallel_size
     prefill = _prefill(config, info, slo_admission, prefixes) if conducts else None
-    swap = _swaps(config, offload_index)
+    swap = _swaps(config, info, offload_index)
     table = [
         prefill,
         swap,
@@ -319,19 +320,21 @@ def build_offload_index(
         raise ValueError(conflict_text("--decode-only", WINDOWED_LAYERS))
     fixed = config.model.deterministic
     whole = math.lcm(info.storage.page_size, config.batching.prefill_chunk if fixed else 1)
+    states = StoredStates(info.state_shards, prefixes.snapshots_of) if isinstance(prefixes, HybridPrefixCache) else None
     return OffloadIndex(
         info.storage,
         tables,
         info.holders,
         prefixes.prefix_index,
         whole=whole,
-        prompts_only=fixed,
+        prompts_only=fixed or info.clamps_prompts,
         cached_tokens_of=prefixes.num_cached_tokens,
+        states=states,
     )
 
 
-def _swaps(config: EngineConfig, offload_index: OffloadIndex | None) -> SwapPolicy | None:
-    if offload_index is None or offload_index.is_complete:
+def _swaps(config: EngineConfig, info: ComputeReady, offload_index: OffloadIndex | None) -> SwapPolicy | None:
+    if offload_index is None or offload_index.is_complete or info.state_shards:
         return None
     mode, fixed = config.batching.preemption_mode, config.model.deterministic
     return SwapPolicy(offload_index, mode, secrets.token_bytes(NONCE_BYTES), fixed=fixed)

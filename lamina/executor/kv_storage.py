@@ -73,18 +73,19 @@ class KvStorage:
         """Return ``ready`` with the facts of offload. ``replies``: of the memory workers, in their order."""
         if not self.is_enabled:
             return ready
+        each_keys, each_states = [each.keys for each in replies], [each.states for each in replies]
         tier = OffloadFacts(
-            secret=self._secret, identity=identity, page_size=PAGE, pages=_left(replies),
+            secret=self._secret, identity=identity, page_size=PAGE, pages=_left(replies, each_keys),
             backend=self._options.backend, capacities=[each.capacity for each in replies], era=self._era,
-            is_complete=self._options.decode_only,
+            is_complete=self._options.decode_only, states=_left(replies, each_states),
         )  # fmt: skip
         return structs.replace(ready, storage=tier)
 
 
-def _left(replies: Sequence[StoredPages]) -> list[list[bytes]]:
-    """Return each worker's listed pages, without those that another worker has evicted since."""
+def _left(replies: Sequence[StoredPages], listed: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
+    """Return what each worker has listed, without what another worker has evicted since."""
     gone = {key for each in replies for key in each.evicted}
-    return [[key for key in each.keys if key not in gone] for each in replies]
+    return [[key for key in keys if key not in gone] for keys in listed]
 
 
 def _keys_of(options: OffloadOptions) -> tuple[bytes, bytes]:

@@ -6,6 +6,11 @@
 Each field goes in with its length before it, so that no two lists of fields are the same bytes. Without the secret,
 a key does not reveal its tokens, and guesses cannot be checked. Numbers are little-endian, of 8 bytes; tokens of
 4.
+
+    key(states after page n, whole or begun) = first bytes of the key of the last whole page, number of tokens,
+                                               first bytes of SHA-256(tag, key(page n))
+
+So the states that follow a page are found by their keys alone.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from .pages import TENANT_BYTES
 SECRET_BYTES = 32
 SALT_BYTES = 32  # bytes of the part of a salt that names the tenant
 ERA_BYTES = 16
+STATE_PREFIX_BYTES = 12  # of the key of states, which are those of the last whole page before their end
+_COUNT_BYTES = 4  # of the number of tokens after them
 _LENGTH_BYTES = 8
 
 
@@ -74,6 +81,20 @@ def page_key(parent: bytes, number: int, tokens: Sequence[int]) -> bytes:
     before, after = (size.to_bytes(_LENGTH_BYTES, "little") for size in sizes)  # as ``_joined`` does, in less time
     which = number.to_bytes(8, "little")
     return sha256(b"%b%b%b%b%b%b%b" % (_PAGE_TAG, before, parent, _EIGHT, which, after, words.tobytes())).digest()
+
+
+def state_key(whole: bytes, last: bytes, tokens: int) -> bytes:
+    """Return the key, 32 bytes, of the recurrent states after ``tokens`` tokens. ``whole``: the key of the last whole
+    page of these tokens; ``last``: that of the page with which they end, which may be the same.
+    """
+    count = tokens.to_bytes(_COUNT_BYTES, "little")
+    rest = sha256(_joined(b"lamina states 1", last)).digest()
+    return (whole[:STATE_PREFIX_BYTES] + count + rest)[: len(whole)]
+
+
+def tokens_of_state(key: bytes) -> int:
+    """Return the number of tokens in the states of a key by ``state_key``."""
+    return int.from_bytes(key[STATE_PREFIX_BYTES : STATE_PREFIX_BYTES + _COUNT_BYTES], "little")
 
 
 def data_key_wrapper(secret: bytes) -> bytes:

@@ -8,6 +8,9 @@ the block size of the pool, the partition or the number of memory workers:
     V         [tokens, Dv]
     K scales  [tokens] fp32   where the store has 8 bits
     V scales  [tokens] fp32
+
+Recurrent states are stored like a page that ends where they do, under a key of their own. Their fragments are numbered
+after those of attention layers (workers/memory/offload/state_fragments.py).
 """
 
 from __future__ import annotations

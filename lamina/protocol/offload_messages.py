@@ -32,14 +32,15 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
 class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages"):
     """Memory worker -> driver, in reply to a Connect with storage, once the worker is bound: the pages that it has.
     ``keys``: pages of which it has every fragment that it can need, in the order of their last use, MAX_LISTED_PAGES at
-    most. ``capacity``: the number of pages whose part it can keep. ``evicted``: pages that it has just discarded for
-    all workers, although another worker may have listed them before.
+    most. ``states``: the same for recurrent states. ``capacity``: the number of pages whose part it can keep.
+    ``evicted``: pages that it has just discarded for all workers, although another worker may have listed them before.
     """
 
     epoch: int
     keys: list[bytes]
     capacity: int = 0
     evicted: list[bytes] = []
+    states: list[bytes] = []
 
 
 class TransferDone(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
@@ -65,8 +66,8 @@ class LoadReady(msgspec.Struct, frozen=True, kw_only=True, tag="gate-opened"):
 
 class OffloadFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about offloaded pages that the driver knows, once all workers have connected. ``secret``, ``identity``,
-    ``era``: parts of page keys. ``page_size``: in tokens. ``pages``, ``capacities``: by memory worker, as it has
-    reported. ``backend``: the storage backend's name. ``is_complete``: the backend has every page, of any tokens.
+    ``era``: parts of page keys. ``page_size``: in tokens. ``pages``, ``states``, ``capacities``: by memory worker, as
+    it has reported. ``backend``: the storage backend's name. ``is_complete``: it has every page, of any tokens.
     """
 
     secret: bytes
@@ -76,4 +77,5 @@ class OffloadFacts(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "host"
     capacities: list[int] = []
     era: bytes = b""
+    states: list[list[bytes]] = []
     is_complete: bool = False

@@ -47,7 +47,7 @@ from lamina.config.partition import KvShards, Partition
 from .kv_placement import FIRST_LOCATION, KvLocation
 from .mixers import Exchange, MixerShape
 
-VERSION = 25
+VERSION = 26
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MEMORY_WORKERS = -1  # in place of a prefill worker's number: all memory workers
@@ -199,7 +199,7 @@ class SaveKv(msgspec.Struct, frozen=True, array_like=True, tag="export"):
     Until every memory worker has reported the end of the transfer, rows of the sequence must come after these pages.
     Where layers have windows, it must have no rows. It may be freed or truncated at any time, in the same plan too:
     then pages are copied first, or not saved. Transfers are numbered in the order of the plans. ``num_prompt_tokens``:
-    tokens of the sequence's prompt.
+    tokens of the sequence's prompt. With ``count`` 0 it saves the recurrent states after ``first`` tokens, by one key.
     """
 
     sequence: int
@@ -210,13 +210,19 @@ class SaveKv(msgspec.Struct, frozen=True, array_like=True, tag="export"):
     tenant: bytes
     num_prompt_tokens: int = 0
 
+    @property
+    def is_of_states(self) -> bool:
+        """True if it saves recurrent states, not pages."""
+        return not self.count
+
 
 class LoadKv(msgspec.Struct, frozen=True, array_like=True, tag="import"):
     """Hold blocks, as for rows, for pages that memory workers load from storage; the last page may be partial. Until
     all have reported the end, the sequence must not be freed, truncated, forked or loaded twice. It may have rows once
     every worker has reported LoadReady. A worker does so when the rest of its load takes at most ``slack_s`` seconds,
     the duration of the sequence's first rows (0: never before the end). ``page_shift``: the pages were saved from
-    positions so many pages further on, a whole number for all KV shards; K is rotated while it is loaded.
+    positions so many pages further on, a whole number for all KV shards; K is rotated while it is loaded. With
+    ``count`` 0 it loads the recurrent states after ``first`` tokens, by one key, after loads of these tokens' pages.
     """
 
     sequence: int
@@ -227,6 +233,11 @@ class LoadKv(msgspec.Struct, frozen=True, array_like=True, tag="import"):
     location: KvLocation = FIRST_LOCATION
     slack_s: float = 0.0
     page_shift: int = 0
+
+    @property
+    def is_of_states(self) -> bool:
+        """True if it loads recurrent states, not pages."""
+        return not self.count
 
     @property
     def rows(self) -> RowRange:

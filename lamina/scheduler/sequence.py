@@ -152,6 +152,11 @@ class Sequence:
         upto = min(upto, next((n for n in self.snapshot_lengths if n > self.num_computed_tokens), upto))
         return upto - self.num_computed_tokens
 
+    def add_snapshot_length(self, length: int) -> None:
+        """Let a step end after ``length`` tokens, so that a snapshot of its recurrent states is taken there."""
+        if length not in self.snapshot_lengths:
+            self.snapshot_lengths = sorted([*self.snapshot_lengths, length])
+
     def tokens_at(self, first: int, count: int) -> list[int]:
         """The tokens of scheduled rows; -1 for one that the previous step samples."""
         known = self.tokens[first : first + count]

@@ -21,7 +21,8 @@ class KvStart(NamedTuple):
     ``locations``: places where it may begin; that of a fork is its source's. ``source``: the number of the sequence in
     the pool that has them and is forked; None: pages of ``keys`` are loaded. ``blocks``: those that a fork need not
     take, by layer group. ``is_swapped``: it is its own KV, of before it was preempted. ``page_shifts``: of each page,
-    from how many positions further on it comes; empty: none is moved.
+    from how many positions further on it comes; empty: none is moved. ``state_keys``: of recurrent states after
+    ``length`` tokens, which are loaded, too.
     """
 
     length: int
@@ -31,6 +32,7 @@ class KvStart(NamedTuple):
     blocks: tuple[int, ...] = ()
     is_swapped: bool = False
     page_shifts: tuple[int, ...] = ()
+    state_keys: tuple[bytes, ...] = ()
 
 
 def start_op(sequence: Sequence, start: KvStart | None) -> New | Fork:

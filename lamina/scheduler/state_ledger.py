@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 
 from lamina.config.partition import KvShards
 from lamina.protocol.blocks.extents import NoBlocksError
-from lamina.protocol.blocks.state_versions import StateVersions
+from lamina.protocol.blocks.state_versions import StateVersions, loads_of_states
 from lamina.protocol.step_plan import StepPlan, SurvivingKv
 
 
@@ -44,10 +44,10 @@ class StateLedger:
         return True
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply a plan that can be applied."""
+        """Apply a plan that can be applied. Versions that are loaded count from now on: no row reads them before."""
         for part in self._parts:
             part.begin(plan)
-            part.commit(plan.rows)
+            part.commit([*plan.rows, *(op.rows for op in loads_of_states(plan))])
 
     def adopt(self, kept: Iterable[SurvivingKv]) -> list[SurvivingKv]:
         """Count the versions that come to new workers. Returns the sequences, in order, that have room for theirs."""

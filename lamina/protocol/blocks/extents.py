@@ -320,12 +320,17 @@ def extent_after(
         case CommitMigration():
             copy = check_exists(known(op.copy), op.copy)
             return extents.after_migration(check_exists(known(op.sequence), op.sequence), copy, op)
+        case LoadKv() if op.is_of_states:
+            extent = check_exists(known(op.sequence), op.sequence)
+            if op.first > extent.length:
+                raise PlanError(f"cannot load states after {op.first} tokens of sequence {op.sequence}: it has fewer")
+            return extent
         case PrefillGrant() | FetchPrefix() | LoadKv():
             return extents.advance(check_exists(known(op.sequence), op.sequence), op.rows)
         case SaveKv():
             extent = check_exists(known(op.sequence), op.sequence)
             extents.check_whole(extent, op)
-            if not 0 <= op.first < op.first + op.count <= extent.length:
+            if not 0 <= op.first <= op.first + op.count <= extent.length:
                 raise PlanError(
                     f"cannot save tokens {op.first}..{op.first + op.count} of sequence {op.sequence} of "
                     f"{extent.length} tokens"

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from lamina.protocol.step_plan import Fork, Free, New, RowRange, StateRows, StepPlan, SurvivingKv, Truncate
+from lamina.protocol.step_plan import Fork, Free, LoadKv, New, RowRange, StateRows, StepPlan, SurvivingKv, Truncate
 
 from .extents import NoBlocksError, PlanError
 
@@ -72,16 +72,24 @@ class StateVersions:
     def begin(self, plan: StepPlan, *, is_replay: bool = False) -> list[Segment]:
         """Apply a plan that was checked. Returns the segments of its rows here."""
         self._set(self._after(plan, is_replay=is_replay))
+        for op in [] if is_replay else loads_of_states(plan):
+            if self._is_here(op.rows):
+                self._take_slot(op.rows)
         prompts = {op.sequence: op.prompt for op in plan.ops if isinstance(op, StateRows)}
         segments, at = list[Segment](), 0
         for row in filter(self._is_here, plan.rows):
-            slots, after = self._slots[row.sequence], row.first + row.count
-            slots[after] = slot = self._free.pop()
-            self._holders[slot], self._complete[slot] = 1, False
+            slots = self._slots[row.sequence]
             read = slots[row.first] if row.first else ZEROS
+            slot = self._take_slot(row)
             segments.append(Segment(at, row.count, prompts.get(row.sequence, 0), read, slot))
             at += row.count
         return segments
+
+    def _take_slot(self, row: RowRange) -> int:
+        """Take a free slot for the version after a row."""
+        self._slots[row.sequence][row.first + row.count] = slot = self._free.pop()
+        self._holders[slot], self._complete[slot] = 1, False
+        return slot
 
     def commit(self, rows: Iterable[RowRange]) -> None:
         """Note that the versions after ``rows`` are complete in all layers."""
@@ -125,6 +133,18 @@ class StateVersions:
             raise PlanError(f"sequence {sequence}: its state after {missing[0]} tokens is not here")
         return [self._slots[sequence][tokens] for tokens in versions]
 
+    def slot_of(self, sequence: int, tokens: int) -> int | None:
+        """Return the slot of a complete version; None if it is not here."""
+        return self._slots[sequence][tokens] if self.has(sequence, tokens) else None
+
+    def slot_to_fill(self, op: LoadKv) -> int | None:
+        """Return the slot that the load of an applied plan is to fill; None if other workers have these states."""
+        return self._slots[op.sequence][op.first] if self._is_here(op.rows) else None
+
+    def is_here(self, row: RowRange) -> bool:
+        """Return whether the sequence of a row has its state on this worker."""
+        return self._is_here(row)
+
     def _is_kept_here(self, keep: SurvivingKv) -> bool:
         return self._is_here(RowRange(keep.sequence, 0, 1, keep.location))
 
@@ -132,7 +152,9 @@ class StateVersions:
         """Return the slots of all sequences that a plan changes, new ones as UNWRITTEN. Raises PlanError."""
         after = dict[int, Slots]()
         for op in [] if is_replay else plan.ops:
-            if not isinstance(op, New | Free | Fork | Truncate | StateRows):
+            if not isinstance(op, New | Free | Fork | Truncate | StateRows | LoadKv):
+                continue
+            if isinstance(op, LoadKv) and not (op.is_of_states and self._is_here(op.rows)):
                 continue
             own = after[op.sequence] if op.sequence in after else self._slots.get(op.sequence, {})
             if isinstance(op, New | Free):
@@ -141,6 +163,8 @@ class StateVersions:
                 after[op.sequence] = self._forked(op)
             elif isinstance(op, Truncate):
                 after[op.sequence] = {t: slot for t, slot in own.items() if t <= op.length}
+            elif isinstance(op, LoadKv):
+                after[op.sequence] = {**own, op.first: UNWRITTEN}
             else:
                 kept = {*op.snapshots}
                 after[op.sequence] = {t: slot for t, slot in own.items() if t >= op.oldest or t in kept}
@@ -176,3 +200,8 @@ class StateVersions:
             self._holders[slot] -= 1
             if not self._holders[slot]:
                 self._free.append(slot)
+
+
+def loads_of_states(plan: StepPlan) -> list[LoadKv]:
+    """Return the ops of a plan that load states."""
+    return [op for op in plan.ops if isinstance(op, LoadKv) and op.is_of_states]

@@ -2,7 +2,8 @@
 
 Snapshots are taken where a prompt ends, where a turn ends, and where a prompt leaves one that is known. A step ends
 there, so a version of the states is written. If the known prompt is still being computed, it takes the snapshot, and
-the other waits for that. Snapshots go with the pages of their sequence. Pure policy: no torch, no I/O, no clock.
+the other waits for that. Snapshots go with the pages of their sequence, also to storage. Pure policy: no torch, no I/O,
+no clock.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class HybridPrefixCache(PrefixCache):
         for key, length, _ in shared if shared and shared[0].length >= (hit.length if hit else 0) + self._page else ():
             held = (self._held[n].sequence for n in self.prefix_index.sequences(self._place, key))
             coming = next((s for s in held if not s.finished and s.num_computed_tokens < length), None)
-            _take_snapshot(sequence if coming is None else coming, length)
+            (sequence if coming is None else coming).add_snapshot_length(length)
             if coming is not None:
                 candidates.verdict = Verdict.HOLDS_UP
                 return
@@ -70,10 +71,11 @@ class HybridPrefixCache(PrefixCache):
             candidates.starts.append(hit)
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
-        """Index an admitted sequence, with the snapshots that it shares with its source."""
+        """Index an admitted sequence, with the snapshots that it shares with its source, or that is loaded."""
         ops, number = super().on_started(candidates, start), candidates.sequence.id
-        if start is not None and start.source is not None and number in self._held:
-            for length in self.snapshots_of(start.source):
+        if start is not None and number in self._held:
+            loaded = [start.length] if start.state_keys and self._can_keep(start.length) else []
+            for length in loaded if start.source is None else self.snapshots_of(start.source):
                 if length <= min(start.length, self._held[number].length):
                     self.prefix_index.add_snapshot(self._place, number, length, self._page)
         return ops
@@ -124,8 +126,3 @@ class HybridPrefixCache(PrefixCache):
 
     def _can_keep(self, length: int) -> bool:
         return bool(self._page) and length >= self._page and (self._exact or length % self._page == 0)
-
-
-def _take_snapshot(sequence: Sequence, length: int) -> None:
-    if length not in sequence.snapshot_lengths:
-        sequence.snapshot_lengths = sorted([*sequence.snapshot_lengths, length])

@@ -3,12 +3,15 @@
 Pages of a sequence are saved as they fill. Once the sequence is retained, its last pages are saved, too, also a partial
 one. A prompt loads stored pages, if they are at least one more than the pool has. Memory workers report the end of each
 transfer. A page exists once all of them have reported. Pure policy: no torch, no I/O, no clock.
+
+Of a model with recurrent layers, each snapshot of a retained sequence is saved, with a page that ends where it does. A
+prompt loads pages up to a snapshot, and that. If any part of these proves to be lost, all is computed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from itertools import groupby
@@ -40,6 +43,7 @@ from lamina.scheduler.starts import Candidates, KvStart
 
 from .pending_deletes import PendingDeletes
 from .prefetch import PrefetchHints
+from .stored_states import StoredStates
 
 NO_TRANSFER_ID = 0  # the transfer's plan is not made yet
 MAX_PAGES_PER_SAVE = 8  # pages of one save, so that a worker with a slow disk reports progress
@@ -86,17 +90,19 @@ class OffloadIndex(Feature):
         whole: int = 1,
         prompts_only: bool = False,
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
+        states: StoredStates | None = None,
     ) -> None:
         """``holders``: the memory workers of each layer group. A prompt is loaded up to a multiple of ``whole`` tokens.
 
         ``prompts_only``: completions are not saved. ``cached_tokens_of``: returns how many tokens of a waiting sequence
-        the pool has.
+        the pool has. ``states``: of a model with recurrent layers.
         """
         self._cached_tokens_of = cached_tokens_of
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
         self._exact = not prompts_only  # partial pages are stored, too
-        self.keys = PageKeys(facts.page_size, self._root_key)
+        self.keys, self.states = PageKeys(facts.page_size, self._root_key), states or StoredStates()
+        self.states.use_pages(self.keys, 1 if self._exact else whole)
         self._secret, self.identity, self._era = facts.secret, facts.identity, facts.era
         self._index, self._places = prefix_index or PrefixIndex(), list[Place]()  # of KV shards
         self._ledger = tables
@@ -119,7 +125,7 @@ class OffloadIndex(Feature):
         return bool(self._moving)
 
     def sync(self, facts: OffloadFacts, holders: Several[Several[int]]) -> None:
-        """Replace the known pages by those that workers list when they connect."""
+        """Replace the known pages and states by those that workers list when they connect."""
         ledger = self._ledger
         self._holders = [
             {w for lanes, group in zip(ledger.kv_shards, holders, strict=True) if lane in lanes for w in group}
@@ -134,6 +140,10 @@ class OffloadIndex(Feature):
         page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
         for place, owners in zip(self._places, self._holders, strict=True):
             self._index.add(place, list(set.intersection(*(page_keys[w] for w in owners))))
+        self.states.clear()
+        listed = [self._drops.exclude_deleted(keys) for keys in facts.states] if self.states.are_needed else []
+        for kv_shard, place in enumerate(self._places):
+            self._index.add(place, self.states.add_common(kv_shard, listed))
         self._era, self._found = facts.era, None
 
     def _room(self, rooms: Several[int]) -> int:
@@ -156,6 +166,8 @@ class OffloadIndex(Feature):
     def find(self, sequence: Sequence, beyond: int) -> KvStart | None:
         stop = len(sequence.tokens) - 1
         stop = min(stop, self._most) if self._most else stop
+        if self._prompts_only and self.states.are_needed:  # states after an answer's tokens differ
+            stop = min(stop, len(sequence.prompt))
         if sequence.params.prompt_logprobs is not None or stop <= beyond:
             return None
         if not self.has_pages and not self.is_complete:
@@ -165,14 +177,17 @@ class OffloadIndex(Feature):
             x: self.num_loadable_pages(keys, x) * self.page_size // self.whole_page_tokens * self.whole_page_tokens
             for x in self.locations()
         }
-        lengths = {place: self._with_part(sequence, n, place, stop) for place, n in lengths.items()}
+        end_of = self._with_states if self.states.are_needed else self._with_part
+        lengths = {place: end_of(sequence, n, place, stop) for place, n in lengths.items()}
         length = max(lengths.values())
         if length < beyond + (
             self.page_size if beyond and not self.is_complete else 1
         ):  # continuing from the pool is cheaper
             return None
         able = tuple(place for place, n in lengths.items() if n == length)
-        return KvStart(length, able, tuple(self.keys_of(sequence, length, parts=True)))
+        keys = tuple(self.keys_of(sequence, length, parts=True))
+        states = (self.states.key_of(sequence, length),) if self.states.are_needed else ()
+        return KvStart(length, able, keys, state_keys=states)
 
     def find_shifted(self, sequence: Sequence) -> KvStart | None:
         """Return what a truncated turn can load: pages of its whole conversation, whose K is rotated when loaded.
@@ -216,6 +231,15 @@ class OffloadIndex(Feature):
         lane, most = self._kv_shard(location, whole // self.page_size), min(stop, whole + self.page_size - 1)
         lengths = range(most, whole, -1) if self._exact and (whole or self.is_complete) else ()
         return next((n for n in lengths if self._has(self.keys.partial(sequence, n), lane)), whole)
+
+    def _with_states(self, sequence: Sequence, whole: int, location: KvLocation, stop: int) -> int:
+        """Return the most tokens after which states are stored, and the pages up to there; 0 if there are none."""
+        for length in self.states.lengths_up_to(sequence, whole, stop):
+            lane, key = self._kv_shard(location, length // self.page_size), self.states.key_of(sequence, length)
+            has_part = not length % self.page_size or self._has(self.keys.partial(sequence, length), lane)
+            if has_part and self._has(key, location.kv_shard):
+                return length
+        return 0
 
     def num_loadable_pages(self, keys: Several[bytes], location: KvLocation) -> int:
         """The number of first pages of ``keys`` that a sequence at ``location`` can load."""
@@ -261,6 +285,8 @@ class OffloadIndex(Feature):
                 count = min(len(some) * self.page_size, wanted.length - first)
                 ops.append(LoadKv(sequence.id, NO_TRANSFER_ID, first, count, some, sequence.location, spare_s, moved))
                 low += len(some)
+        for key in wanted.state_keys:
+            ops.append(LoadKv(sequence.id, NO_TRANSFER_ID, wanted.length, 0, [key], sequence.location))
         self._loading[sequence.id] = _SequenceLoad(
             sequence, wanted, len(ops), len(ops) * self._num_workers, wanted.length
         )
@@ -302,6 +328,23 @@ class OffloadIndex(Feature):
         missing = [n for n, key in enumerate(keys) if key not in coming and not self._has(key, lanes[n])]
         return self._export(sequence, keys, missing, length)
 
+    def save_states_ops(self, sequence: Sequence) -> list[SaveKv]:
+        """Save the snapshots of a retained sequence that are not stored, each with the page that ends where it does."""
+        ops = list[SaveKv]()
+        for length in self.states.lengths_of(sequence):
+            if self._most and length > self._most:
+                continue
+            ops += self.save_ops(sequence, length)
+            key, lane = self.states.key_of(sequence, length), sequence.location.kv_shard
+            coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
+            if key not in coming and not self._has(key, lane):
+                tag, prompt = self._tenant_tag(sequence.salt), len(sequence.prompt)
+                op = SaveKv(sequence.id, NO_TRANSFER_ID, length, 0, [key], tag, prompt)
+                self.states.add([key])
+                self._begin_saves(sequence, [op], {key: lane})
+                ops.append(op)
+        return ops
+
     def save_all_ops(self, sequence: Sequence, length: int, root: bytes) -> tuple[list[bytes], list[SaveKv]]:
         """Save all ``length`` tokens of a preempted sequence, also a partial page, under keys of its own ``root``.
 
@@ -322,16 +365,21 @@ class OffloadIndex(Feature):
             some, first = [keys[n] for n in run], run[0] * self.page_size
             count = min(len(some) * self.page_size, length - first)
             ops.append(SaveKv(sequence.id, NO_TRANSFER_ID, first, count, some, tag, prompt))
-        if ops:
-            page_keys = {key for op in ops for key in op.keys}
-            saving = self._saving.setdefault(sequence.id, _SequenceSave(set(), 0))
-            saving.keys |= page_keys
-            saving.num_waiting += len(ops)
-            for number, key in enumerate(keys):
-                if key in page_keys:
-                    self._index.promise(self._places[self._kv_shard(sequence.location, number)], [key])
-            self._drops.on_saved(page_keys)
+        self._begin_saves(sequence, ops, {k: self._kv_shard(sequence.location, n) for n, k in enumerate(keys)})
         return ops
+
+    def _begin_saves(self, sequence: Sequence, ops: Several[SaveKv], kv_shards: Mapping[bytes, int]) -> None:
+        """Note that ``ops`` save what will be found. ``kv_shards``: where each of their keys is."""
+        if not ops:
+            return
+        keys = {key for op in ops for key in op.keys}
+        saving = self._saving.setdefault(sequence.id, _SequenceSave(set(), 0))
+        saving.keys |= keys
+        saving.num_waiting += len(ops)
+        for key, kv_shard in kv_shards.items():
+            if key in keys:
+                self._index.promise(self._places[kv_shard], [key])
+        self._drops.on_saved(keys)
 
     def on_report(self, report: Report) -> TransferResult | None:
         """Process a memory worker's report: it has loaded enough for first rows, or has ended a transfer.
@@ -359,7 +407,9 @@ class OffloadIndex(Feature):
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Make pages unfindable."""
-        self._index.drop(sum(self._places), keys)
+        gone = list(keys)
+        self._index.drop(sum(self._places), gone)
+        self.states.discard(gone)
         self._found = None
 
     def delete_ops(self, sequence: int, keys: Several[bytes]) -> list[DeletePages]:
@@ -372,6 +422,7 @@ class OffloadIndex(Feature):
         if not (seconds := min(sequence.retention_s, MAX_RETENTION_S)):
             return []
         keys = self.keys_of(sequence, min(length, len(sequence.prompt)) if self._prompts_only else length, parts=True)
+        keys += self.states.keys_of(sequence)
         return [
             SetRetention(sequence.id, seconds, keys[low : low + MAX_PAGES_PER_TRANSFER])
             for low in range(0, len(keys), MAX_PAGES_PER_TRANSFER)
@@ -392,15 +443,17 @@ class OffloadIndex(Feature):
         """
         for sequence in sequences:
             sequence.forget_page_keys()
-        loading = set[bytes]().union(*(x.loadable.keys for x in self._loading.values()))
+        loading = set[bytes]().union(*((*x.loadable.keys, *x.loadable.state_keys) for x in self._loading.values()))
         saving = set[bytes]().union(*(x.keys for x in self._saving.values()))
         self._drops.pending += sorted((self.stored_keys | saving) - loading)
         self._index.clear(sum(self._places))
+        self.states.clear()
         self._found, self._era = None, era
         return ()
 
     def resume(self, ready: ComputeReady) -> None:
         """Replace the known pages, since workers have connected again."""
+        self.states.shards = ready.state_shards
         if ready.storage is not None:
             self.sync(ready.storage, ready.holders)
 
@@ -424,7 +477,8 @@ class OffloadIndex(Feature):
     def _loaded(self, moving: _PageTransfer) -> TransferResult | None:
         op, loading = moving.op, self._loading[moving.op.sequence]
         if moving.pages < len(op.keys):
-            loading.num_valid_tokens = min(loading.num_valid_tokens, op.first + moving.pages * self.page_size)
+            valid = 0 if loading.loadable.state_keys else op.first + moving.pages * self.page_size
+            loading.num_valid_tokens = min(loading.num_valid_tokens, valid)
             loading.error = loading.error or moving.error
             self.remove([op.keys[moving.pages]])
         loading.num_waiting -= 1
@@ -445,6 +499,7 @@ class OffloadIndex(Feature):
         op, saving = moving.op, self._saving[moving.op.sequence]
         self._index.confirm(sum(self._places), op.keys[: moving.pages])  # those that were not given up since then
         self._index.drop(sum(self._places), op.keys[moving.pages :], ready=False)
+        self.states.discard(key for key in op.keys[moving.pages :] if not self._index.has(sum(self._places), key))
         self._found = None
         saving.error = saving.error or moving.error
         saving.num_waiting -= 1
@@ -464,6 +519,18 @@ class OffloadIndex(Feature):
             if load is not None:
                 candidates.starts.insert(0, load)
                 candidates.loads_kv = True
+            if self.states.are_needed:
+                self._take_snapshot(candidates, load)
+
+    def _take_snapshot(self, candidates: Candidates, load: KvStart | None) -> None:
+        """Let a prompt take a snapshot where it leaves stored pages."""
+        sequence = candidates.sequence
+        if self._most or sequence.params.prompt_logprobs is not None or not self.has_pages:
+            return
+        keys = self.keys_of(sequence, min(len(sequence.tokens) - 1, len(sequence.prompt)))
+        pages = max(self.num_loadable_pages(keys, place) for place in self.locations())
+        length = pages * self.page_size // self.whole_page_tokens * self.whole_page_tokens
+        self.states.take_snapshot(candidates, load, length)
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> list[LoadKv]:
         """Begin the load, if the sequence begins with stored pages."""
@@ -479,10 +546,11 @@ class OffloadIndex(Feature):
     def _spare_s(candidates: Candidates, load: KvStart) -> float:
         """The seconds for which its first rows after the loaded tokens will be computed.
 
-        0 if they must wait for the load's end: a failed load must not have been scored by sparse attention.
+        0 if they must wait for the load's end: a failed load must not have been scored by sparse attention, and rows
+        need the states of all layers.
         """
         sequence, policy = candidates.sequence, candidates.chunk_policy
-        if sequence.evicts_kv or sequence.params.prompt_logprobs is not None:
+        if load.state_keys or sequence.evicts_kv or sequence.params.prompt_logprobs is not None:
             return 0.0
         missing = sequence.num_tokens_with_placeholders - load.length
         return candidates.prefill_s(policy.next_chunk(missing, policy.chunk, load.length))

@@ -70,7 +70,8 @@ class PrefetchHints:
             return []
         session = sequence.session
         place = session.location if session is not None and session.location in load.locations else load.locations[0]
+        keys = [*load.keys, *load.state_keys]
         return [
-            PrefetchHint(self._next, low, list(load.keys[low : low + MAX_PAGES_PER_TRANSFER]), place)
-            for low in range(0, len(load.keys), MAX_PAGES_PER_TRANSFER)
+            PrefetchHint(self._next, low, keys[low : low + MAX_PAGES_PER_TRANSFER], place)
+            for low in range(0, len(keys), MAX_PAGES_PER_TRANSFER)
         ]

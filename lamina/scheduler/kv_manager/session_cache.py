@@ -138,9 +138,11 @@ class SessionCache(Feature):
             keys = index.keys_of(sequence, op.length, parts=True)
             still = set(keys)
             session.stale_page_keys |= {key: None for key in session.keys if key not in still}
+            session.stale_page_keys |= dict.fromkeys(index.states.keys_of(sequence))
             session.keys, session.salt = keys, sequence.salt
             session.tokens = array("I", sequence.tokens[: len(keys) * index.page_size])
-        return [*index.save_ops(sequence, op.length), *index.retention_ops(sequence, op.length)]
+        saves = [*index.save_ops(sequence, op.length), *index.save_states_ops(sequence)]
+        return [*saves, *index.retention_ops(sequence, op.length)]
 
     def export_session(self, name: SessionName) -> SessionCopy | None:
         """Export a session for another engine; None: there is none. Raises ValueError if that would find no KV."""

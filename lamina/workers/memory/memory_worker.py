@@ -88,8 +88,8 @@ class MemoryWorker:
         graph_turns (a part of turns), refused, dropped (messages of older epochs), stores (allocated ones), connects.
         Attention: stored_bytes that were read, remote_bytes of these (of sequences whose home is another worker).
         Messages: bytes_received, bytes_sent (payload). Offload: load_s, save_s, fetch_s, kv_loaded_bytes,
-        kv_saved_bytes, kv_peer_bytes (loaded from another host), kv_fetched_pages, kv_failed_transfers. KV from other
-        memory workers: move_s, move_cpu_s, moved_bytes.
+        kv_saved_bytes, state_loaded_bytes and state_saved_bytes (of these), kv_peer_bytes (loaded from another host),
+        kv_fetched_pages, kv_failed_transfers. KV from other memory workers: move_s, move_cpu_s, moved_bytes.
 
         Safe from any thread.
         """
@@ -304,11 +304,10 @@ class MemoryWorker:
         """Report to the driver which pages can be loaded, after all workers that may hold pages have connected."""
         stored, self._stored = self._stored, None
         if stored is not None and self._pages is not None and self.transfers is not None:
-            self._report(
-                structs.replace(
-                    stored, keys=self._pages.set_locations(self.transfers.whole_page_fragments, stored.keys)
-                )
-            )
+            find = self._pages.set_locations
+            keys = find(self.transfers.whole_page_fragments, stored.keys)
+            states = find(self.transfers.state_fragments, stored.states)
+            self._report(structs.replace(stored, keys=keys, states=states))
 
     def quiesced(self, epoch: int) -> Quiesced:
         """Return what is stored of each sequence in all layers. Only for the thread that serves, between two epochs."""
@@ -357,9 +356,10 @@ class MemoryWorker:
         )
         try:
             keys = self.transfers.listed_pages(MAX_LISTED_PAGES)
+            states = self.transfers.listed_states(MAX_LISTED_PAGES)
         except StorageError as e:
             raise ValueError(str(e)) from None
-        self._stored = StoredPages(epoch=epoch, keys=keys, capacity=room, evicted=gone)
+        self._stored = StoredPages(epoch=epoch, keys=keys, capacity=room, evicted=gone, states=states)
 
     def _medium_of(self, offload: OffloadConfig) -> tuple[StorageBackend, list[bytes]]:
         """Return the open storage backend and the keys of pages that it evicted, as other workers now share its size.

@@ -16,7 +16,7 @@ class Counters:
         )
         names += "dropped stores connects stored_bytes bytes_received bytes_sent load_s save_s fetch_s kv_loaded_bytes "
         names += "kv_saved_bytes kv_peer_bytes kv_fetched_pages kv_failed_transfers move_s move_cpu_s moved_bytes "
-        names += "remote_bytes"
+        names += "remote_bytes state_loaded_bytes state_saved_bytes"
         self._values = dict.fromkeys(names.split(), 0.0)
 
     def snapshot(self) -> dict[str, float]:

@@ -10,7 +10,18 @@ from lamina.config.partition import KvShards
 from lamina.protocol.blocks.extents import NoBlocksError, PlanError
 from lamina.protocol.blocks.state_versions import ZEROS, StateVersions
 from lamina.protocol.kv_placement import KvLocation
-from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StateRows, StepPlan, SurvivingKv, Truncate
+from lamina.protocol.step_plan import (
+    Fork,
+    Free,
+    LoadKv,
+    New,
+    RowRange,
+    SequenceOp,
+    StateRows,
+    StepPlan,
+    SurvivingKv,
+    Truncate,
+)
 
 
 def plan(step: int, *rows: RowRange, ops: tuple[SequenceOp, ...] = ()) -> StepPlan:
@@ -151,3 +162,28 @@ def test_versions_that_come_from_other_workers_take_slots_of_their_own() -> None
     assert versions.has_room(SurvivingKv(10, 8, here, snapshots=[2]))
     ((read, _),) = apply(versions, plan(0, RowRange(9, 6, 1, here), ops=(StateRows(9, 6),)))
     assert read == slots[2]
+
+
+def test_a_loaded_version_takes_a_slot_and_is_whole_once_it_is_there() -> None:
+    versions = StateVersions(2, lambda row: row.location.kv_shard == 0)
+    load = LoadKv(7, 1, 5, 0, [b"k" * 32])
+    apply(versions, plan(0, ops=(New(7), load)))
+    assert (versions.num_free, versions.has(7, 5)) == (1, False)
+    slot = versions.slot_to_fill(load)
+    versions.commit([load.rows])
+    assert versions.slot_of(7, 5) == slot
+    assert [read for read, _ in apply(versions, plan(1, RowRange(7, 5, 1)))] == [slot]
+    with pytest.raises(NoBlocksError):
+        versions.check(plan(2, ops=(New(8), LoadKv(8, 2, 5, 0, [b"l" * 32]))))
+    elsewhere = LoadKv(9, 3, 5, 0, [b"m" * 32], KvLocation(1))
+    apply(versions, plan(2, ops=(New(9), elsewhere)))
+    assert versions.slot_to_fill(elsewhere) is None
+
+
+def test_a_sequence_that_is_computed_from_its_beginning_loses_what_was_loaded() -> None:
+    versions = StateVersions(2, lambda row: True)
+    apply(versions, plan(0, ops=(New(7), LoadKv(7, 1, 5, 0, [b"k" * 32]))))
+    ((read, _),) = apply(versions, plan(1, RowRange(7, 0, 3)))
+    assert read == ZEROS
+    assert versions.report() == {7: [3]}
+    assert versions.num_free == 1

@@ -33,6 +33,7 @@ from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.staging import Staging, open_staging
 
 from .page_fragments import PageBlocks, StoreFragments
+from .state_fragments import StateSlot
 
 log = logging.getLogger(__name__)
 PageReader = Callable[[bytes, Mapping[PageFragment, memoryview]], None]
@@ -57,13 +58,13 @@ class PageLoad:
     def __init__(
         self,
         ops: Sequence[LoadKv],
-        page_blocks: Sequence[Sequence[PageBlocks | None]],
+        page_blocks: Sequence[Sequence[PageBlocks | StateSlot | None]],
         key: MessageKey,
         nbytes: int,
         wait_until_ready: Callable[[], None],
     ) -> None:
-        """``page_blocks``: for each op, the blocks of its pages. ``key``: of the plan. ``nbytes``: of all pages.
-        ``wait_until_ready``: waits until the device no longer uses the blocks.
+        """``page_blocks``: for each op, the blocks of its pages, or the slot of its states. ``key``: of the plan.
+        ``nbytes``: of all of these. ``wait_until_ready``: waits until the device no longer uses the blocks.
         """
         self.wait_until_ready = wait_until_ready
         self.ops, self.page_blocks, self.key, self.nbytes = ops, page_blocks, key, nbytes
@@ -186,7 +187,9 @@ class KvLoader:
             )
             self._queue.put(load)
 
-    def _locate(self, op: LoadKv, number: int) -> PageBlocks | None:
+    def _locate(self, op: LoadKv, number: int) -> PageBlocks | StateSlot | None:
+        if op.is_of_states:
+            return self._atoms.states.slot_to_fill(op)
         first = number * PAGE
         return self._atoms.locate(op.sequence, op.first + first, op.location, min(PAGE, op.count - first))
 
@@ -239,6 +242,8 @@ class KvLoader:
             for op, pages in zip(load.ops, load.done, strict=True):
                 if pages:
                     self._store.committed.commit([RowRange(op.sequence, op.first, min(pages * PAGE, op.count))])
+                if pages and op.is_of_states and self._store.states:
+                    self._store.states.versions.commit([op.rows])
             del self._under_way[load.sequence]
 
     def stop(self) -> None:
@@ -306,15 +311,16 @@ class KvLoader:
                     if self._cancelled or load.is_over:
                         return 0
                     self._atoms.write(at, room, staging, run)
-                    if op.page_shift:
+                    if op.page_shift and isinstance(at, PageBlocks):
                         self._store.rotate(at.blocks, -op.page_shift, run)
                 nbytes = sum(x.nbytes for x in room.values())
                 self._meter.add("kv_loaded_bytes", nbytes)
+                self._meter.add("state_loaded_bytes", nbytes * op.is_of_states)
         except (StorageError, ValueError) as e:
             with self._lock:
                 if self._cancelled or load.is_over:
                     return 0
-                load.mark_missing(number, page, f"page {op.first // PAGE + page} was not loaded: {e}")
+                load.mark_missing(number, page, f"{_name(op, page)} not loaded: {e}")
                 if isinstance(e, FragmentLostError):  # the next request must not fail, too
                     load.evicted[number].append(op.keys[page])
         return nbytes
@@ -328,3 +334,7 @@ class KvLoader:
     def _tell(self, ended: list[LoadResult]) -> None:
         for each in ended:
             self._on_end(each)
+
+
+def _name(op: LoadKv, page: int) -> str:
+    return f"states after {op.first} tokens were" if op.is_of_states else f"page {op.first // PAGE + page} was"

@@ -9,6 +9,7 @@ from lamina.protocol.kv_placement import KvLocation, KvPlacement
 from lamina.protocol.offload_messages import OffloadConfig
 from lamina.protocol.step_plan import BindRequest
 from lamina.workers.memory.kv_store import DTYPES, store_shape
+from lamina.workers.memory.state_store import bytes_of_version
 
 
 def page_capacity(offload: OffloadConfig, bind: BindRequest, kv_bytes: int) -> int:
@@ -25,13 +26,14 @@ def page_capacity(offload: OffloadConfig, bind: BindRequest, kv_bytes: int) -> i
     firsts, places = range(0, tokens, PAGE), [KvLocation(lane) for lane in range(of.num_kv_shards)]
     owners = ([placement.kv_shard_at(place, first) for first in firsts] for place in places)
     pages = max(sum(any(lane in own for own in lanes) for lane in each) for each in owners)
-    room = (offload.total_bytes + (offload.memory_bytes if offload.directory else 0)) // offload.workers // nbytes
+    states = bytes_of_version(bind)  # with the last of these pages
+    size = (offload.total_bytes + (offload.memory_bytes if offload.directory else 0)) // offload.workers
+    room, least = (size - states) // nbytes, pages * nbytes + states
     if room < pages:
         flag = "--kv-offload size=" if offload.directory else "--kv-offloading-size"
         raise ValueError(
             f"{flag}: {offload.total_bytes} bytes have no space for one sequence of {tokens} tokens, which takes "
-            f"{pages * nbytes} "
-            f"on each of {offload.workers} memory workers: give {pages * nbytes * offload.workers} at least, or lower "
+            f"{least} on each of {offload.workers} memory workers: give {least * offload.workers} at least, or lower "
             f"--max-model-len"
         )
     return room

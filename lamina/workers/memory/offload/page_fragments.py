@@ -20,6 +20,8 @@ from lamina.protocol.kv_placement import KvLocation
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.staging import Staging
 
+from .state_fragments import StateFragments, StateSlot
+
 Numbers = NDArray[np.uint8]
 
 
@@ -45,12 +47,12 @@ class _HeadRange(NamedTuple):
 
 
 class StoreFragments:
-    """The page fragments of a store. ``rank``: of the tensor-parallel ranks, each of which has as many heads as this
-    one.
+    """The page fragments of a store, and those of its ``states``. ``rank``: of the tensor-parallel ranks, each of which
+    has as many heads as this one.
     """
 
     def __init__(self, store: KvStore, rank: int = 0) -> None:
-        self._store = store
+        self._store, self.states = store, StateFragments(store.states, len(store.bind_request.layers))
         self._heads = [
             _HeadRange(layer, held.head_start + rank * shape.kv_heads, held.group, _form(stored.kv), _parts(stored.kv))
             for layer, shape in enumerate(store.bind_request.layers)
@@ -83,15 +85,19 @@ class StoreFragments:
         lane = self._store.placement.kv_shard_at(location, first)
         return any(lane in lanes for lanes in self._store.tables.kv_shards)
 
-    def nbytes(self, page_blocks: PageBlocks) -> int:
+    def nbytes(self, page_blocks: PageBlocks | StateSlot) -> int:
         """Return the bytes of the page's fragments that are here."""
+        if isinstance(page_blocks, StateSlot):
+            return self.states.nbytes(page_blocks)
         each = ((heads, page_blocks.blocks[heads.group]) for heads in self._heads)
         return sum(heads.num_heads * heads.form.nbytes(page_blocks.tokens) for heads, ids in each if ids is not None)
 
-    def read(self, page_blocks: PageBlocks, staging: Staging) -> dict[PageFragment, memoryview]:
+    def read(self, page_blocks: PageBlocks | StateSlot, staging: Staging) -> dict[PageFragment, memoryview]:
         """Return a copy of the page's fragments that are here. ``staging``: of the calling thread; the device has
         finished writing the blocks.
         """
+        if isinstance(page_blocks, StateSlot):
+            return self.states.read(page_blocks)
         copies = dict[PageFragment, memoryview]()
         for heads, ids, fragments in self._room(page_blocks):
             parts, numbers = heads.parts, list(ids)
@@ -105,14 +111,18 @@ class StoreFragments:
             copies |= _named(heads, fragments)
         return copies
 
-    def buffers(self, page_blocks: PageBlocks, layers: range | None = None) -> dict[PageFragment, memoryview]:
-        """Return buffers for the page's fragments that are here. ``layers``: only of these."""
+    def buffers(
+        self, page_blocks: PageBlocks | StateSlot, layers: range | None = None
+    ) -> dict[PageFragment, memoryview]:
+        """Return buffers for the page's fragments that are here. ``layers``: only of these; states are loaded whole."""
+        if isinstance(page_blocks, StateSlot):
+            return self.states.buffers(page_blocks)
         rooms = self._room(page_blocks, layers)
         return {fragment: data for heads, _, fragments in rooms for fragment, data in _named(heads, fragments).items()}
 
     def write(
         self,
-        page_blocks: PageBlocks,
+        page_blocks: PageBlocks | StateSlot,
         fragments: Mapping[PageFragment, memoryview],
         staging: Staging,
         layers: range | None = None,
@@ -120,6 +130,9 @@ class StoreFragments:
         """Write ``fragments``, filled buffers of ``buffers``, to the page's blocks. ``staging``: of the calling thread,
         whose device may still be writing afterwards.
         """
+        if isinstance(page_blocks, StateSlot):
+            self.states.write(page_blocks, fragments)
+            return
         for heads, ids, room in self._room(page_blocks, layers):
             for row, fragment in zip(room, _atoms(heads), strict=True):
                 row[:] = np.frombuffer(fragments[fragment], np.uint8)

@@ -5,7 +5,8 @@ never waits for a save. A third thread fetches pages that will be loaded into fa
 
 A load fills blocks that no row reads before; its sequence keeps them until its end is reported. A save reads blocks
 that may be freed at any time. The plan that frees them first copies their pages that are still to be saved, so no step
-waits for storage. A lock is held for each copy from or to blocks.
+waits for storage. A lock is held for each copy from or to blocks. States are saved and loaded like one page more: a
+plan that gives up their slot copies them before a row or a load can overwrite it.
 
 At the end of an epoch, transfers that have not begun are cancelled. A storage call that does not return is abandoned;
 nothing of it reaches the pool or storage any more.
@@ -58,6 +59,7 @@ from .kv_load import KvLoader, LoadResult, PageReader
 from .page_fragments import PageBlocks, StoreFragments
 from .prefetch import Prefetcher
 from .rate_limit import SaveRateLimiter
+from .state_fragments import StateSlot
 
 log = logging.getLogger(__name__)
 LAST_S = 1.0  # seconds for saves that are due after the driver's end
@@ -71,7 +73,7 @@ PROMPT_PROVENANCE = Provenance(PROMPT)
 class _PageTask:
     op: SaveKv
     key: MessageKey  # the plan's key
-    at: list[PageBlocks | None]  # by page
+    at: list[PageBlocks | StateSlot | None]  # by page
     written: bool = True  # if the pool has all tokens that are to be saved
     ready: Callable[[], None] = lambda: None  # waits until the device has written them
     left: set[int] = field(default_factory=set)  # pages that are still to be read from the pool
@@ -123,6 +125,15 @@ class PageTransfers:
         """
         return self._medium.keys(self._atoms.whole_page_fragments, most)
 
+    def listed_states(self, most: int) -> list[bytes]:
+        """Return keys of the states of which storage has all that this worker can need. Raises StorageError."""
+        return self._medium.keys(self.state_fragments, most) if self.state_fragments else []
+
+    @property
+    def state_fragments(self) -> frozenset[PageFragment]:
+        """The fragments of states that lie here."""
+        return self._atoms.states.whole
+
     @property
     def whole_page_fragments(self) -> frozenset[PageFragment]:
         """The fragments of a page that lies wholly here."""
@@ -137,6 +148,7 @@ class PageTransfers:
             self._rate_limiter.on_round()
         if self._store.tables.is_replay(plan):
             self._store.apply_plan(plan)
+            self._copy_states()
             return
         self._check(plan)
         key = MessageKey.for_step(MessageKind.PLAN, plan)
@@ -154,6 +166,7 @@ class PageTransfers:
                 self._prefetcher.add(op)
             elif isinstance(op, Free | Truncate | DropBlocks):
                 self._copy(op.sequence, op.length if isinstance(op, Truncate) else 0)
+        self._copy_states()
         self._store.apply_block_copies()  # before anything is loaded there
         self._last = max([self._last, *(op.transfer_id for op in plan.ops if isinstance(op, LoadKv))])
         self.loader.add(plan)
@@ -168,10 +181,12 @@ class PageTransfers:
         store = self._store
         place = store.tables.location(op.sequence)
         written = store.committed.report().get(op.sequence, 0) >= op.first + op.count
-        pages = [self._locate(op, number, place) for number in range(len(op.keys))]
+        pages: list[PageBlocks | StateSlot | None] = [self._locate(op, number, place) for number in range(len(op.keys))]
         return _PageTask(op, key, pages, written, left=set(range(len(pages))) if written else set())
 
-    def _locate(self, op: SaveKv, number: int, location: KvLocation) -> PageBlocks | None:
+    def _locate(self, op: SaveKv, number: int, location: KvLocation) -> PageBlocks | StateSlot | None:
+        if op.is_of_states:
+            return self._atoms.states.locate(op.sequence, op.first, location)
         return self._atoms.locate(op.sequence, op.first + number * PAGE, location, min(PAGE, op.count - number * PAGE))
 
     def _check(self, plan: StepPlan) -> None:
@@ -186,6 +201,8 @@ class PageTransfers:
             if isinstance(op, SaveKv | LoadKv | StorageOp):
                 _check(op)
             if isinstance(op, SaveKv | LoadKv):
+                if op.is_of_states and self._store.states is None:
+                    raise ProtocolError(f"transfer {op.transfer_id} is of states, and the model has none")
                 if op.transfer_id <= last:
                     raise ProtocolError(f"transfer {op.transfer_id} comes after transfer {last}")
                 under_way = {*begun, *saving} if isinstance(op, LoadKv) else loading
@@ -216,17 +233,33 @@ class PageTransfers:
         Pages for which there is no memory are not saved.
         """
         for task in self.saves:
-            if task.op.sequence != sequence or not task.left:
+            if task.op.sequence != sequence or not task.left or task.op.is_of_states:
                 continue
             with self._lock:
-                gone = {number for number in task.left if task.op.first + (number + 1) * PAGE > first}
-                for number in sorted(gone):
-                    at = task.at[number]
-                    nbytes = self._atoms.nbytes(at) if at is not None else 0
-                    if at is not None and self.copied + nbytes <= self._most_copied:
-                        task.copies[number] = self._atoms.read(at, self._store.staging)
-                        self.copied += nbytes
-                task.left -= gone
+                self._copy_pages(task, {n for n in task.left if task.op.first + (n + 1) * PAGE > first})
+
+    def _copy_states(self) -> None:
+        """Copy states that are still to be saved, and whose sequence has just given up their slot."""
+        for task in self.saves:
+            if not task.op.is_of_states:
+                continue
+            with self._lock:
+                there = {n: task.at[n] for n in task.left}
+                gone = {
+                    number
+                    for number, at in there.items()
+                    if isinstance(at, StateSlot) and not self._atoms.states.is_still_at(task.op.sequence, at)
+                }
+                self._copy_pages(task, gone)
+
+    def _copy_pages(self, task: _PageTask, gone: set[int]) -> None:
+        for number in sorted(gone):
+            at = task.at[number]
+            nbytes = self._atoms.nbytes(at) if at is not None else 0
+            if at is not None and self.copied + nbytes <= self._most_copied:
+                task.copies[number] = self._atoms.read(at, self._store.staging)
+                self.copied += nbytes
+        task.left -= gone
 
     def collect(self) -> None:
         """Collect transfers that have ended: rows may attend what was loaded."""
@@ -308,6 +341,8 @@ class PageTransfers:
         task.ready()
         for number, at in reversed(list(enumerate(task.at))):
             start, first = self._trace.now(), op.first + number * PAGE
+            if isinstance(at, StateSlot):
+                first = at.page * PAGE
             try:
                 if at is None:
                     raise StorageError("the pool no longer has it")
@@ -322,6 +357,7 @@ class PageTransfers:
                     page = Page(op.keys[number], first // PAGE, at.tokens, op.tenant, recipe)
                     self._medium.write(page, fragments)
                     self._meter.add("kv_saved_bytes", nbytes)
+                    self._meter.add("state_saved_bytes", nbytes * op.is_of_states)
                     self._trace.add(Event.SAVE, start, task.key, value=nbytes)
             except (StorageError, ValueError) as e:
                 done, error = number, f"page {first // PAGE} was not saved: {e}"
@@ -329,7 +365,7 @@ class PageTransfers:
         return done, gone, error
 
     def _taken(
-        self, task: _PageTask, number: int, page_blocks: PageBlocks, staging: Staging
+        self, task: _PageTask, number: int, page_blocks: PageBlocks | StateSlot, staging: Staging
     ) -> dict[PageFragment, memoryview] | None:
         """Return the page's fragments; None if they are lost, or no longer wanted."""
         with self._lock:
@@ -349,6 +385,10 @@ def _check(op: SaveKv | LoadKv | StorageOp) -> None:
     if isinstance(op, SetRetention) and not 0 < op.seconds <= MAX_RETENTION_S:
         raise ProtocolError(f"a retention of {op.seconds} s is not between 0 and {MAX_RETENTION_S}")
     if isinstance(op, StorageOp):
+        return
+    if op.is_of_states:
+        if len(op.keys) != 1 or op.first < 1:
+            raise ProtocolError(f"transfer {op.transfer_id}: {len(op.keys)} keys of states after {op.first} tokens")
         return
     pages = -(-op.count // PAGE)
     if not 1 <= len(op.keys) <= MAX_PAGES_PER_TRANSFER or len(op.keys) != pages or op.first < 0 or op.first % PAGE:

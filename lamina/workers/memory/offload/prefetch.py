@@ -23,7 +23,8 @@ class Prefetcher:
     """The fetches of one epoch. Only the thread that serves rounds calls ``check``, ``add`` and ``stop``."""
 
     def __init__(self, medium: StorageBackend, fragments: StoreFragments, meter: Counters) -> None:
-        self._medium, self._atoms, self._meter, self._share = medium, fragments, meter, fragments.whole_page_fragments
+        self._medium, self._atoms, self._meter = medium, fragments, meter
+        self._share = fragments.whole_page_fragments | fragments.states.whole
         self._turns = Counter[int]()  # number of expected pages, by order of the waiting request
         self._queue: SimpleQueue[PrefetchHint | None] = SimpleQueue()  # None: check again
         self._lock = threading.Lock()  # protects the evicted keys, and the end

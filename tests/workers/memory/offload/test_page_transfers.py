@@ -719,6 +719,9 @@ def test_at_the_drivers_end_what_is_to_be_saved_is_saved(bench: Bench) -> None:
         SaveKv(1, 0, 7, PAGE, KEYS[:1], b"t" * 16),
         SaveKv(1, 0, 0, PAGE, [b"short"], b"t" * 16),
         SaveKv(1, 0, 0, PAGE, KEYS[:1], b"t"),
+        SaveKv(1, 0, PAGE, 0, KEYS[:1], b"t" * 16),  # of states, which the model has not
+        SaveKv(1, 0, PAGE, 0, KEYS[:2], b"t" * 16),
+        LoadKv(2, 0, 0, 0, KEYS[:1]),
         LoadKv(2, 0, 0, PAGE * 65, [KEYS[0]] * 65),
         LoadKv(2, 0, -PAGE, PAGE, KEYS[:1]),
     ],

@@ -1,0 +1,119 @@
+"""Versions of recurrent states as fragments, read from a memory worker's slots and written back to them.
+
+A fragment is the state of some heads of one recurrent layer, in fp32: of one head, or of a run of channels if the layer
+is a convolution alone. It does not depend on slots, nor on the number of memory workers, unless they cut a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.kv.pages import PAGE, PageFragment
+from lamina.ops.recurrence.parts import Part
+from lamina.ops.recurrence.spec import RecurrenceSpec
+from lamina.protocol.kv_placement import KvLocation
+from lamina.protocol.step_plan import LoadKv, RowRange
+from lamina.utils.tensor_buffers import tensor_over
+from lamina.workers.memory.state_store import StateStore
+
+RUN = 256  # channels in a fragment of a convolution, the most heads that a fragment's name can count
+
+
+class StateSlot(NamedTuple):
+    """The slot of a version of a sequence's states after ``length`` tokens; None if other workers have it."""
+
+    slot: int | None
+    length: int
+
+    @property
+    def page(self) -> int:
+        """The number of the page with which these tokens end."""
+        return (self.length - 1) // PAGE
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of that page."""
+        return self.length - self.page * PAGE
+
+
+class StateFragments:
+    """The fragments of a store's states. ``store``: None if no states are here. ``first_layer``: the number of the
+    first recurrent layer, after all attention layers.
+    """
+
+    def __init__(self, store: StateStore | None, first_layer: int) -> None:
+        self._store = store
+        self._parts = dict(self._parts_of(store, first_layer)) if store is not None else {}
+        self.whole = frozenset(self._parts)  # the fragments of a version that lies here
+        self.nbytes_of_version = sum(part.spec.state_bytes for _, part in self._parts.values())
+
+    @staticmethod
+    def _parts_of(store: StateStore, first_layer: int) -> Iterator[tuple[PageFragment, tuple[int, Part]]]:
+        """Yield each fragment with its recurrent layer, and its part of what the worker has of that layer."""
+        for number, piece in enumerate(store.pieces):
+            if piece is None:
+                continue
+            first, stop = piece.part.first, piece.part.first + piece.spec.heads
+            for low, high in _runs(piece.part.whole, first, stop):
+                name = PageFragment(first_layer + number, low * RUN + high - low - 1)
+                yield name, (number, Part.of(piece.spec, low - first, high - low))
+
+    def locate(self, sequence: int, length: int, location: KvLocation) -> StateSlot | None:
+        """Return the slot of a complete version; None if it should be here, and is not."""
+        if self._store is None or not self._store.versions.is_here(RowRange(sequence, length, 0, location)):
+            return StateSlot(None, length)
+        slot = self._store.versions.slot_of(sequence, length)
+        return None if slot is None else StateSlot(slot, length)
+
+    def slot_to_fill(self, op: LoadKv) -> StateSlot:
+        """Return the slot that a load of an applied plan is to fill."""
+        return StateSlot(None if self._store is None else self._store.versions.slot_to_fill(op), op.first)
+
+    def is_still_at(self, sequence: int, at: StateSlot) -> bool:
+        """Return whether a sequence still has its version at a slot."""
+        return self._store is None or self._store.versions.slot_of(sequence, at.length) == at.slot
+
+    def nbytes(self, at: StateSlot) -> int:
+        """Return the bytes of the fragments that are here."""
+        return self.nbytes_of_version if at.slot is not None else 0
+
+    def read(self, at: StateSlot) -> dict[PageFragment, memoryview]:
+        """Return a copy of the fragments that are here."""
+        copies = self.buffers(at)
+        for fragment, data in copies.items():
+            part, state, message = self._views(fragment, at, data)
+            message.copy_(part.take_state(state))
+        return copies
+
+    def buffers(self, at: StateSlot) -> dict[PageFragment, memoryview]:
+        """Return buffers for the fragments that are here."""
+        if at.slot is None:
+            return {}
+        return {name: memoryview(bytearray(part.spec.state_bytes)) for name, (_, part) in self._parts.items()}
+
+    def write(self, at: StateSlot, fragments: Mapping[PageFragment, memoryview]) -> None:
+        """Write ``fragments``, filled buffers of ``buffers``, to the slot."""
+        for fragment, data in fragments.items():
+            part, state, message = self._views(fragment, at, data)
+            part.put_state(message, state)
+
+    def _views(self, fragment: PageFragment, at: StateSlot, data: memoryview) -> tuple[Part, Tensor, Tensor]:
+        number, part = self._parts[fragment]
+        assert self._store is not None
+        _, _, states = self._store.states_of(number)
+        return part, states[at.slot], tensor_over(data, torch.float32)
+
+
+def _runs(whole: RecurrenceSpec, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of heads that make fragments. They are the same for all cuts of the layer, unless a convolution is
+    cut within a run: then other workers do not find these states.
+    """
+    size = RUN if whole.kind == "convolution" else 1
+    while first < stop:
+        high = min(stop, (first // size + 1) * size)
+        yield first, high
+        first = high

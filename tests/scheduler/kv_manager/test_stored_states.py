@@ -1,0 +1,207 @@
+"""Snapshots of recurrent states in storage: a prompt begins with its own, whatever was evicted, damaged or restarted.
+
+Covers: lamina/scheduler/kv_manager/stored_states.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lamina.config.partition import KvShards
+from lamina.kv.page_keys import page_key, state_key, tokens_of_state
+from lamina.protocol.blocks.block_tables import BlockTables
+from lamina.protocol.blocks.state_versions import ZEROS, StateVersions, loads_of_states
+from lamina.protocol.offload_messages import OffloadFacts, TransferDone
+from lamina.protocol.step_plan import LoadKv, SaveKv, StepPlan
+from lamina.request import CompletionOutput, SamplingParams
+from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
+from lamina.scheduler.kv_manager.session_cache import SessionCache
+from lamina.scheduler.kv_manager.stored_states import StoredStates
+from lamina.scheduler.recurrent_states import RecurrentStates
+from lamina.scheduler.scheduler import Scheduler
+from lamina.scheduler.scheduler_output import ScheduledStep
+from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.state_ledger import StateLedger
+
+BLOCK, PAGE, DRAWN, SEQUENCES = 2, 4, 7, 3
+ROOT = page_key(b"r" * 32, 0, [1])
+
+
+class House:
+    """A scheduler, a memory worker whose states are the tokens that they have taken in, and storage."""
+
+    def __init__(self, seed: int = 0, *, blocks: int = 400, slots: int = 6 * SEQUENCES, failures: float = 0.0) -> None:
+        self.rng, self.failures = random.Random(seed), failures
+        self.pages, self.states = dict[bytes, None](), dict[bytes, list[int]]()
+        self.num_failed = self.num_loaded = 0
+        self.blocks, self.slots, self.requests = blocks, slots, 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Let another server begin with what is stored."""
+        tables = BlockTables([0], [self.blocks], BLOCK)
+        prefixes = HybridPrefixCache(StateLedger([KvShards()], self.slots, 3), tables, BLOCK)
+        facts = OffloadFacts(
+            secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[*self.pages]], states=[[*self.states]]
+        )
+        self.index = OffloadIndex(
+            facts,
+            tables,
+            [[0]],
+            prefixes.prefix_index,
+            whole=PAGE,
+            cached_tokens_of=prefixes.num_cached_tokens,
+            states=StoredStates([KvShards()], prefixes.snapshots_of),
+        )
+        features = [prefixes, SessionCache(prefixes, tables, self.index), self.index, RecurrentStates(prefixes)]
+        self.scheduler = Scheduler(tables, max_num_seqs=SEQUENCES, prefill_chunk=8, features=features)
+        self.versions, self.contents = StateVersions(self.slots, lambda row: True), dict[int, list[int]]()
+        self.running = dict[int, Sequence]()
+
+    def ask(self, prompt: list[int], outputs: int = 3) -> Sequence:
+        params, limit = SamplingParams(max_tokens=outputs), len(prompt) + outputs
+        sequence = Sequence(self.requests, params, 0, prompt, CompletionOutput(0), limit, frozenset())
+        self.requests += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def serve(self, *prompts: list[int]) -> list[int]:
+        """Run prompts to their end. Returns the cached tokens of each."""
+        sequences = [self.ask(prompt) for prompt in prompts]
+        while self.scheduler.running or self.scheduler.waiting or self.scheduler.has_pending_ops:
+            for step in self.scheduler.schedule():
+                self.run(step)
+        assert all(s.finished for s in sequences)
+        return [s.num_cached_tokens for s in sequences]
+
+    def run(self, step: ScheduledStep) -> None:
+        """Run a step on the memory worker, and all of its transfers."""
+        plan = step.plan
+        self.versions.check(plan)
+        self.save(plan)
+        segments = self.versions.begin(plan)
+        self.load(plan)
+        tokens = [DRAWN if token < 0 else token for token in step.tokens]
+        for row, sequence, (first, rows, _, read, write) in zip(plan.rows, step.sequences, segments, strict=True):
+            had = [] if read == ZEROS else self.contents[read]
+            assert had == sequence.tokens[: row.first], "a row continues the state of its own tokens"
+            self.contents[write] = had + tokens[first : first + rows]
+        self.versions.commit(plan.rows)
+        for sequence in step.sampled_sequences:
+            if not sequence.finished:
+                sequence.append(DRAWN)
+        self.scheduler.on_step_done(step)
+
+    def save(self, plan: StepPlan) -> None:
+        for op in plan.ops:
+            if not isinstance(op, SaveKv):
+                continue
+            fails = self.rng.random() < self.failures
+            if op.is_of_states and not fails:
+                slot = self.versions.slot_of(op.sequence, op.first)
+                assert slot is not None
+                (key,) = op.keys
+                assert self.states.setdefault(key, self.contents[slot]) == self.contents[slot]
+            elif not fails:
+                self.pages |= dict.fromkeys(op.keys)
+            self.end(op, 0 if fails else len(op.keys))
+
+    def load(self, plan: StepPlan) -> None:
+        by_sequence = {s.id: s for s in self.scheduler.running}
+        for op in loads_of_states(plan):
+            slot, right = self.versions.slot_to_fill(op), by_sequence[op.sequence].tokens[: op.first]
+            assert slot is not None
+            (key,) = op.keys
+            assert self.states[key] == right
+            fails = self.rng.random() < self.failures
+            self.contents[slot] = [-1] if fails else self.states[key]
+            if fails:
+                del self.states[key]
+                self.num_failed += 1
+            else:
+                self.versions.commit([op.rows])
+                self.num_loaded += 1
+            self.end(op, int(not fails))
+        for op in plan.ops:
+            if isinstance(op, LoadKv) and not op.is_of_states:
+                count = next((n for n, key in enumerate(op.keys) if key not in self.pages), len(op.keys))
+                self.end(op, count)
+
+    def end(self, op: SaveKv | LoadKv, pages: int) -> None:
+        error = "" if pages == len(op.keys) else "it is damaged"
+        report = TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=pages, error=error)
+        self.scheduler.on_report(report)
+
+    def forget_pool(self) -> None:
+        self.scheduler.evict_retained()
+        self.serve()
+
+
+def test_the_key_of_states_tells_the_page_before_them_and_their_tokens() -> None:
+    whole, part = page_key(ROOT, 0, [1, 2, 3, 4]), page_key(ROOT, 1, [5])
+    keys = {state_key(whole, last, count) for last, count in ((whole, 4), (part, 5), (page_key(ROOT, 1, [6]), 5))}
+    assert len(keys) == 3
+    assert {len(key) for key in keys} == {len(whole)}
+    assert sorted(map(tokens_of_state, keys)) == [4, 5, 5]
+
+
+def test_prompts_begin_with_states_that_were_stored_where_prompts_and_turns_end() -> None:
+    house, prompt = House(), [*range(20, 31)]
+    assert house.serve(prompt) == [0]
+    for again in (House.forget_pool, House.restart):
+        again(house)
+        assert house.serve([*prompt, 99, 98]) == [11]
+        again(house)
+        assert house.serve([*prompt, DRAWN, DRAWN, DRAWN, 50]) == [13]
+        again(house)
+        assert house.serve([*prompt[:8], 60]) == [0], "no snapshot is there"
+        house.scheduler.reset_prefix_cache(b"e" * 16)
+        house.serve()
+        assert house.serve([*prompt, 99, 98]) == [0]
+        house.states.clear()
+        house.pages.clear()
+        house.restart()
+        house.serve(prompt)
+
+
+def test_a_third_prompt_begins_where_the_second_one_left_stored_pages() -> None:
+    house, system = House(), [*range(20, 34)]
+    found = list[int]()
+    for number in range(4):
+        found += house.serve([*system, 50 + number, 60 + number, 70 + number])
+        house.restart()
+    assert found == [0, 0, 12, 12], "whole pages of the system prompt"
+
+
+def test_states_that_are_lost_are_computed_again() -> None:
+    house, prompt = House(), [*range(20, 31)]
+    house.serve(prompt)
+    house.forget_pool()
+    house.failures = 1.0
+    assert house.serve([*prompt, 99, 98]) == [0]
+    assert house.num_failed == 1
+    house.failures = 0.0
+    house.forget_pool()
+    assert house.serve([*prompt, 97]) == [0], "they are found no more"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_prompts_have_the_states_of_their_own_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    house = House(seed, blocks=rng.choice([24, 40, 400]), slots=rng.choice([3, 4, 6]) * SEQUENCES, failures=0.1)
+    known = [[rng.randrange(20, 24) for _ in range(rng.randrange(1, 20))] for _ in range(4)]
+    for _ in range(30):
+        prompts = list[list[int]]()
+        for _ in range(rng.randrange(1, 5)):
+            begun = rng.choice(known)
+            prompts.append([*begun[: rng.randrange(len(begun) + 1)], *(rng.randrange(20, 24) for _ in range(4))][:24])
+        house.serve(*prompts)
+        known += [[*prompt, DRAWN, DRAWN, DRAWN] for prompt in prompts]
+        if (chance := rng.random()) < 0.3:
+            house.forget_pool()
+        elif chance < 0.4:
+            house.restart()
+    assert house.num_loaded > 0
