@@ -176,7 +176,8 @@ class StateVersions:
                     f"{sorted(own) or 'no'} tokens"
                 )
             end = row.first + row.count
-            after[row.sequence] = {**{t: slot for t, slot in own.items() if t < end}, end: UNWRITTEN}
+            # Versions after its first position are of tokens that are computed again, such as after a load that failed.
+            after[row.sequence] = {**{t: slot for t, slot in own.items() if t <= row.first}, end: UNWRITTEN}
         return after
 
     def _forked(self, op: Fork) -> Slots:

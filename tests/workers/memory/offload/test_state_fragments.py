@@ -168,7 +168,7 @@ def test_states_whose_slot_is_given_up_are_copied_before_they_are_saved() -> Non
 def test_a_version_that_is_not_there_is_not_saved() -> None:
     bench = Bench(SPECS["bamba"], host())
     bench.fill(1, KvLocation())
-    bench.do(SaveKv(1, 0, PAGE, 0, [KEY], TENANT))
+    bench.do(SaveKv(1, 0, 64, 0, [KEY], TENANT))
     said = bench.report()
     assert (said.num_pages, bool(said.error)) == (0, True)
     bench.transfers.end()
