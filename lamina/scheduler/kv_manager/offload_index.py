@@ -185,9 +185,9 @@ class OffloadIndex(Feature):
         ):  # continuing from the pool is cheaper
             return None
         able = tuple(place for place, n in lengths.items() if n == length)
-        found = tuple(self.keys_of(sequence, length, parts=True))
+        page_keys = tuple(self.keys_of(sequence, length, parts=True))
         states = (self.states.key_of(sequence, length),) if self.states.are_needed else ()
-        return KvStart(length, able, found, state_keys=states)
+        return KvStart(length, able, page_keys, state_keys=states)
 
     def find_shifted(self, sequence: Sequence) -> KvStart | None:
         """Return what a truncated turn can load: pages of its whole conversation, whose K is rotated when loaded.

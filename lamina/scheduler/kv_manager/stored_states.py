@@ -37,9 +37,9 @@ class StoredStates:
     def add_common(self, kv_shard: int, listed: Several[set[bytes]]) -> list[bytes]:
         """Add the states that a sequence in a KV shard can load, and return them. ``listed``: by memory worker."""
         owners = [keys for own, keys in zip(self.shards, listed, strict=True) if own is not None and kv_shard in own]
-        found = list(set.intersection(*owners)) if owners else []
-        self.add(found)
-        return found
+        common = list(set.intersection(*owners)) if owners else []
+        self.add(common)
+        return common
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Add states that storage has, or is about to have."""

@@ -62,16 +62,16 @@ class RemotePages:
         """Return keys of pages of which another host has all of ``share``, followed by ``own``, which are here. These
         are at most MAX_LISTED_PAGES. All workers have connected before.
         """
-        found = dict[bytes, None]()
+        elsewhere = dict[bytes, None]()
         for source in self._links.by_number.values() if share else ():
             try:
                 for key in self._keys(source, share):
                     self._locations.setdefault(key, source)
-                    found[key] = None
+                    elsewhere[key] = None
             except ChannelError as e:  # a lost worker ends the epoch anyway
                 log.warning("pages of %s are not found: %s", source.peer, e)
         here = set(own)
-        return [*(key for key in found if key not in here), *own][-MAX_LISTED_PAGES:]
+        return [*(key for key in elsewhere if key not in here), *own][-MAX_LISTED_PAGES:]
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
         """Read a page like StorageBackend.read, from another host if this one lacks fragments. For one thread.
