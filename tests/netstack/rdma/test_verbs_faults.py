@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from collections.abc import Callable, Iterator
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from liar import Liar
 
 pytestmark = pytest.mark.rdma
+MAP_FIXED_NOREPLACE = 0x100000
 SMALL = Geometry(slots=2, slot_bytes=200)
 
 
@@ -103,3 +107,30 @@ def test_only_the_inbox_is_open_to_a_peer(ends: tuple[Liar, Channel], where: str
     liar.write(places[where], b"\xee" * 64)
     assert liar.is_refused()
     assert re.search("broke|our NIC reports", fault_of(victim))
+
+
+def memory_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Map fresh memory at an address where nothing is mapped."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+    start = address // PAGESIZE * PAGESIZE
+    flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+    found = libc.mmap(start, nbytes + address - start, PROT_READ | PROT_WRITE, flags, -1, 0)
+    assert found == start, os.strerror(ctypes.get_errno())
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+def test_writes_after_an_abort_change_no_memory_that_is_in_use_again(ends: tuple[Liar, Channel]) -> None:
+    """The inbox's addresses belong to other data by then. The peer's NIC reports that its writes failed."""
+    liar, victim = ends
+    liar.message(0)
+    assert victim.wait_signal(timeout_s=SOON_S).data == b"hello"
+    victim.abort("enough")
+    victim.close()
+    reused = memory_at(liar.inbox[1], liar.nbytes)
+    reused[:] = b"\xaa" * len(reused)
+    for n in range(1, 1 + SMALL.slots):
+        liar.message(n)
+    assert liar.has_failed()
+    assert set(bytes(reused)) == {0xAA}
