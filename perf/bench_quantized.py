@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lamina.ops.attention._attention import VARIANTS, Kernels
 from lamina.ops.gemm.native import NativeLinear
+from lamina.ops.gemm.packed_memory import PrivateMemory
 from lamina.ops.gemm.quantized import QuantizedWeight
 
 REST_S = 0.003  # before a turn, while idle threads of the one before go on spinning for work
@@ -57,10 +58,10 @@ class Player:
 
 def bf16(backend: NativeLinear, weights: list[Tensor]) -> Player:
     """Packed weights, or torch for many rows."""
-    most = backend.max_engine_rows(torch.bfloat16)
+    most, memory = backend.max_engine_rows(torch.bfloat16), PrivateMemory()
 
     def layer(w: Tensor) -> Linear:
-        packed, (cols, k) = backend.pack(w), w.shape
+        packed, (cols, k) = backend.pack(w, memory), w.shape
 
         def linear(x: Tensor) -> Tensor:
             if len(x) > most:

@@ -70,7 +70,14 @@ class Frontend:
     _speller: TokenSpeller | None = None
     _grammars: GrammarFrontEnd | None = None  # None: there is no tokenizer
 
-    def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        progress: bool,
+        options: dict[str, Any],
+        engine_class: type[Engine] = Engine,
+    ) -> None:
         generation_config = options.pop("generation_config", AUTO)
         self.max_logprobs = checked_limit(options.pop("max_logprobs", MAX_LOGPROBS))
         config, _ = choose_transport(make_config(our_option_names(options)))
@@ -96,7 +103,7 @@ class Frontend:
             try:
                 self.tokenizer = loading.result(limit_s)
                 trace, features = self.pools.tracer.recorder, self.pools.engine_features
-                self.engine = Engine(self.pools, config, trace=trace, features=features, keeps_slo=False)
+                self.engine = engine_class(self.pools, config, trace=trace, features=features, keeps_slo=False)
                 tune_num_batches(self.engine, on_progress)
             except BaseException:
                 self.pools.close()

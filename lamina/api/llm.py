@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from msgspec import structs
 
 from lamina.config.option import parse_size
+from lamina.engine.engine import Engine
 from lamina.engine.lockstep import Lockstep
 from lamina.engine.streams import EngineRequest, RequestOutputCollector
 from lamina.executor.chat_renderer import MEMORY, TIMEOUT_S, ChatRenderer, TemplateLimits
@@ -45,6 +46,8 @@ class LLM:
     process is lost.
     """
 
+    engine_class: ClassVar[type[Engine]] = Engine
+
     def __init__(
         self,
         model: Any,
@@ -64,7 +67,7 @@ class LLM:
         """
         memory = parse_size(template_memory, "template_memory")
         self.renderer = ChatRenderer(TemplateLimits(timeout_s=template_timeout_s, memory=memory))
-        self.front = Frontend(model, tokenizer, progress, options)
+        self.front = Frontend(model, tokenizer, progress, options, self.engine_class)
         self.pools, self.engine = self.front.pools, self.front.engine
         self._using = threading.Lock()
         # Collectors of streams that the garbage collector has freed, on any thread.

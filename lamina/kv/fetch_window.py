@@ -45,7 +45,6 @@ class FetchWindow:
         self._turns: dict[int, list[bytes]] = {}
         self._needed: dict[bytes, list[int]] = {}  # page -> the requests that need it, the next one first
         self.copied_keys: set[bytes] = set()  # pages that other storage has, too
-        self.retained_keys: Container[bytes] = ()  # pages that are evicted after others
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -83,13 +82,16 @@ class FetchWindow:
             head[key] = None
         return list(head)
 
-    def rank(self, use: PageUsage, otherwise: Callable[[PageUsage], EvictionRank]) -> EvictionRank:
+    def rank(
+        self, use: PageUsage, otherwise: Callable[[PageUsage], EvictionRank], retained: Container[bytes] = ()
+    ) -> EvictionRank:
         """Return the rank of a page in the order of eviction. Copied pages go first. Then come pages that no waiting
-        request needs, by ``otherwise``, those with retention last. Then come the others, from the tail of the queue on.
+        request needs, by ``otherwise``, those in ``retained`` last. Then come the others, from the tail of the queue
+        on.
         """
         if use.key in self.copied_keys:
             return (-1, *otherwise(use))
         turn = self.next_turn_of(use.key)
         if turn is None:
-            return (int(use.key in self.retained_keys), *otherwise(use))
+            return (int(use.key in retained), *otherwise(use))
         return (2, -turn, -use.number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from lamina.kv.pages import PAGE
 
@@ -42,7 +41,9 @@ class PrefillPlacement(Feature):
         candidates.starts = [start] if start else []
         candidates.loads_kv = start is not None and start.source is None
         candidates.on_prefill_worker = True
-        candidates.prefill_s = partial(self._prefill.slo_admission.stored_start_s, start.length if start else 0)
+        length = start.length if start else 0
+        chunk = candidates.next_chunk_after(length)
+        candidates.first_chunk_s = self._prefill.slo_admission.stored_start_s(length, chunk)
         if not self._prefill.can_accept(sequence):
             candidates.verdict = Verdict.STEPS_ASIDE if self._prefill.has_free_worker else Verdict.HOLDS_UP
 

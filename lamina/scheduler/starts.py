@@ -67,19 +67,15 @@ def _never(known: int) -> bool:
     return False
 
 
-def _unknown(tokens: int) -> float:
-    return 0.0
-
-
 @dataclass
 class Candidates:
     """The ways in which a waiting sequence may begin, which features fill in.
 
     ``alone``: nothing runs. ``starts``: the best first. ``may_begin_anew``: it begins without any, where there is no
     room for these. ``is_settled``: no feature adds starts any more. ``loads_kv``: the best start is loaded, so its
-    chunk has no rows of it yet. ``on_prefill_worker``: its rows are computed elsewhere.
-    ``is_for_prefill_worker``: whether they would be, if so many tokens are stored. ``prefill_s``: seconds for so many
-    tokens of a prompt; 0: nothing is known. ``placement``: is there once it begins.
+    chunk has no rows of it yet. ``on_prefill_worker``: its rows are computed elsewhere. ``first_chunk_s``: the seconds
+    of the first ones there. ``is_for_prefill_worker``: whether they would be, if so many tokens are stored.
+    ``prefill_token_s``: seconds of a token of a prompt; 0: unknown. ``placement``: is there once it begins.
     """
 
     sequence: Sequence
@@ -92,9 +88,15 @@ class Candidates:
     is_settled: bool = False
     loads_kv: bool = False
     on_prefill_worker: bool = False
+    first_chunk_s: float = 0.0
     is_for_prefill_worker: Callable[[int], bool] = _never
-    prefill_s: Callable[[int], float] = _unknown
+    prefill_token_s: float = 0.0
     placement: DecodePlacement | None = None
+
+    def next_chunk_after(self, known: int) -> int:
+        """The number of its tokens in its first chunk, if ``known`` ones are there."""
+        missing, policy = self.sequence.num_tokens_with_placeholders - known, self.chunk_policy
+        return policy.next_chunk(missing, policy.chunk, known)
 
     @property
     def num_stored_tokens(self) -> int:

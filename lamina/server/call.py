@@ -77,15 +77,17 @@ class Service:
         names: list[str],
         root: str,
         client: EngineClient,
+        metrics: ServerMetrics,
         tokenizer: Any,
         renderer: ChatRenderer,
         defaults: Mapping[str, Any] = MappingProxyType({}),
         journal: Journal | None = None,
     ) -> None:
         """``names``: those that clients may use for the model; ``root``: its own. ``defaults``: of SamplingParams, from
-        the model's files. ``renderer``: of the tokenizer's chat template.
+        the model's files. ``metrics``: those that ``client`` tells of its steps. ``renderer``: of the tokenizer's chat
+        template.
         """
-        self.config, self.names, self.root, self.client = config, names, root, client
+        self.config, self.names, self.root, self.client, self.metrics = config, names, root, client, metrics
         self.defaults, self.journal = defaults, journal
         self.created = int(time.time())
         self.tool_parser = _tool_parser_of(config, tokenizer)
@@ -100,11 +102,9 @@ class Service:
         self.token_texts = TokenTexts(tokenizer)
         ready = client.ready
         self.grammars = GrammarFrontEnd(partial(vocabulary_of, tokenizer, ready.vocab_size, ready.end_token_ids))
-        self.metrics = ServerMetrics(names[0], config.conductor_config.limits)
         self.engine_metrics = EngineMetrics(client, self.metrics.labels)
         self.metrics.registry.register(self.engine_metrics)
         self.metrics.show("journal_unwritable", lambda: self.journal_error is not None)
-        client.on_step = self.metrics.on_step
         self.unknown_fields = UnknownFields(allowed=config.allow_unknown_fields)
         self.queue_limit = QueueLimit(
             client.ready.max_num_seqs,

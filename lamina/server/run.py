@@ -36,6 +36,7 @@ from .engine_client.messages import StartEngine
 from .errors import ApiError
 from .journal.journal import Journal
 from .journal.resume import finish_all
+from .metrics.http_metrics import ServerMetrics
 from .metrics.status_line import log_status_forever
 from .middleware.connection_limit import ConnectionLimiter, max_connections
 from .middleware.http_connection import Connection
@@ -92,7 +93,9 @@ async def _serve(
             conductor_config=config.conductor_config,
             log_level=config.log_level,
         )
-        client = await EngineClient.connect(handle, on_progress, EngineRestarts(start, launch_engine), journal)
+        names, restarts = config.names(model), EngineRestarts(start, launch_engine)
+        metrics = ServerMetrics(names[0], config.conductor_config.limits)
+        client = await EngineClient.connect(handle, on_progress, restarts, journal, metrics.on_step)
     stages.end()
     renderer, ends = ChatRenderer(config.template_limits), contextlib.ExitStack()
     try:
@@ -104,7 +107,7 @@ async def _serve(
             logger.info("sampling defaults from %s: %s (--generation-config)", FILE, text)
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
-        service = Service(config, config.names(model), model, client, tokenizer, renderer, defaults, journal)
+        service = Service(config, names, model, client, metrics, tokenizer, renderer, defaults, journal)
         ends.callback(service.prompt_processor.long_texts.close)
         await HttpServer(service, on_ready).run(sock)
         return 1 if client.failure is not None else 0

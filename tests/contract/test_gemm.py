@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lamina.converter.slices import Slice, SlicedProgram
 from lamina.ops.gemm import BACKENDS, LinearBackend, bind, get
+from lamina.ops.gemm.packed_memory import PrivateMemory
 
 pytestmark = pytest.mark.no_retry
 
@@ -152,7 +153,7 @@ def test_packed_weights_give_the_same_bits(rows: int, cols: int, k: int, bias: b
         rows = min(rows, backend.most_rows.get(torch.bfloat16, rows))
         x, w, b = operands(rows, cols, k, torch.bfloat16, seed)
         w = torch.cat([w, w], dim=1)[:, :k]  # with gaps between its rows
-        packed, y = backend.pack(w), torch.full((rows, cols), 7.0, dtype=torch.bfloat16)
+        packed, y = backend.pack(w, PrivateMemory()), torch.full((rows, cols), 7.0, dtype=torch.bfloat16)
         bias_at = b.data_ptr() if bias else 0
         backend.engine.linear(x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), 1, rows, cols, k, 0)
         assert torch.equal(y, backend.linear(x, w, b if bias else None))
@@ -165,7 +166,7 @@ def test_what_is_not_packed_is_refused() -> None:
         with pytest.raises(ValueError, match="no weights of type 0 are packed here"):
             call()
     with pytest.raises(ValueError, match="torch packs no weights"):
-        get("torch", 1).pack(torch.ones(2, 2))
+        get("torch", 1).pack(torch.ones(2, 2), PrivateMemory())
 
 
 def test_a_limit_of_rows_is_that_of_a_variant() -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from lamina.converter import Slice, SlicedProgram
 from lamina.ops import gemm, rows
+from lamina.ops.gemm.packed_memory import PrivateMemory
 from lamina.ops.gemm.packing import packed_weights
 from lamina.ops.gemm.quantized import QuantizedWeight
 from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
@@ -388,9 +389,8 @@ def test_packed_weights_change_no_bit_and_are_copies(count: int) -> None:
     backend = gemm.get("native", 2)
     needed = sum(size for _, size in packed_weights(program, backend))
     assert needed >= sum(w.numel() * 2 for w in [*weights, table])
-    backend.packs_weights = True
     held = dict(program.slices[0].module.named_parameters())
-    unit = rows.bind_rows(program, backend).slices[0]
+    unit = rows.bind_rows(program, backend, PrivateMemory()).slices[0]
     for wanted, got in zip(due, unit(*x), strict=True):
         assert torch.equal(wanted, got)
     for weight in held.values():

@@ -34,6 +34,7 @@ from lamina.server.engine_client.engine_process import serve_engine
 from lamina.server.engine_client.engine_restarts import EngineRestarts
 from lamina.server.engine_client.messages import StartEngine
 from lamina.server.journal.journal import Journal
+from lamina.server.metrics.http_metrics import ServerMetrics
 from lamina.server.server_config import ServerConfig
 
 VOCAB, BLOCK = 2048, 4
@@ -166,10 +167,11 @@ class WiredServer:
         )
         self.journal = Journal(config.journal, self.start.model, config.journal_bytes)
         restarts, first = EngineRestarts(self.start, self.launch), self.launch(self.start)
-        self.client = await EngineClient.connect(first, lambda progress: None, restarts, self.journal)
+        metrics = ServerMetrics("tiny", config.conductor_config.limits)
+        self.client = await EngineClient.connect(first, lambda progress: None, restarts, self.journal, metrics.on_step)
         tokenizer = load_tokenizer(self.start.model)
         self.service = Service(
-            config, ["tiny"], self.start.model, self.client, tokenizer, RENDERER, journal=self.journal
+            config, ["tiny"], self.start.model, self.client, metrics, tokenizer, RENDERER, journal=self.journal
         )
         self.http = http_of(self.service)
 

@@ -82,10 +82,10 @@ class LenderService:
         self._debtors: dict[str, Callable[[msgspec.Struct], None]] = {}  # debtor -> function that sends it a message
         self._beat_at = 0.0
         self._local_need, self._budget = needs, GuestBudget(most_cores, most_gbps, time.monotonic())
-        self.creditor = Creditor(name, blocks, terms, self._busy)
-        self._listener = LendingListener(place, key, name, ToCreditor, self._serve_link, self._start_guest)
-        self.address = self._listener.address
-        self.creditor.terms = replace(terms, address=self.address)
+        with self._lock:  # links wait for the creditor, which tells the listener's address
+            self._listener = LendingListener(place, key, name, ToCreditor, self._serve_link, self._start_guest)
+            self.address = self._listener.address
+            self.creditor = Creditor(name, blocks, replace(terms, address=self.address), self._busy)
 
     def serve(self, over: threading.Event) -> None:
         """End expired leases and send heartbeats, until ``over``."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from lamina.kv.disk_store.encryption import DataKeys, IntegrityError
 from lamina.kv.disk_store.index_schema import PageEntry, RecordExtent
@@ -65,9 +66,9 @@ class FileStorage:
             if nbytes > self._segments.share:
                 raise StorageFullError(f"{nbytes} bytes are more than this worker's part of it, {self._segments.share}")
             if not self._segments.make_room(nbytes):
-                self._expected.retained_keys = self.page_index.retained_keys(int(self._clock()))
+                rank = partial(self._rank, self.page_index.retained_keys(int(self._clock())))
                 try:
-                    given += self.page_index.evict(self._segments.own, self._enough(nbytes), self._rank)
+                    given += self.page_index.evict(self._segments.own, self._enough(nbytes), rank)
                 finally:
                     self._segments.refresh()
                 if not self._segments.make_room(nbytes):
@@ -157,8 +158,8 @@ class FileStorage:
         """Return None: there is one place, so no page is moved."""
         return None
 
-    def _rank(self, use: PageUsage) -> EvictionRank:
-        return self._expected.rank(use, self._policy)
+    def _rank(self, retained: set[bytes], use: PageUsage) -> EvictionRank:
+        return self._expected.rank(use, self._policy, retained)
 
     def _read(
         self, key: bytes, room: Callable[[PageEntry | None], dict[PageFragment, memoryview]]

@@ -45,11 +45,10 @@ class HostStorage:
         self._lock = threading.Lock()
         self._pages: dict[bytes, _HostPage] | None = {}  # the most recently used last
         self._expected, rank = FetchWindow(), eviction_rank(config.policy)
-        self._tier = EvictionQueue(config.policy, self.size, lambda use: self._expected.rank(use, rank))
         self._until: dict[bytes, float] = {}  # ends of retention
+        self._tier = EvictionQueue(config.policy, self.size, lambda use: self._expected.rank(use, rank, self._until))
         # A heap: when to check a page, at the end of its retention or earlier.
         self._ends: list[tuple[float, bytes]] = []
-        self._expected.retained_keys = self._until
 
     def reserve(self, nbytes: int) -> list[bytes]:
         """Evict pages until ``nbytes`` bytes are free. Raises StorageFullError."""

@@ -34,9 +34,6 @@ class LinearBackend(Protocol):
         """True if a few rows are computed without torch's threads."""
         ...
 
-    packs_weights: bool  # if weights for ``engine`` are copied into a faster order; False at first
-    packed_memory: PackedMemory  # memory for these copies
-
     @property
     def engine(self) -> object | None:
         """The object by which other native modules use its linear layers and threads; None if there is none."""
@@ -50,9 +47,9 @@ class LinearBackend(Protocol):
         """Return the bytes of w [cols, k_size] in the faster order; 0 if there is none."""
         ...
 
-    def pack(self, w: Tensor) -> Tensor:
-        """Return a copy of w [N, K], whose rows have no gaps, in the faster order: bytes that ``engine`` takes in place
-        of w. Results have the same bits. Raises ValueError if there is no such order.
+    def pack(self, w: Tensor, memory: PackedMemory) -> Tensor:
+        """Return a copy of w [N, K], whose rows have no gaps, in the faster order: bytes of ``memory`` that ``engine``
+        takes in place of w. Results have the same bits. Raises ValueError if there is no such order.
         """
         ...
 

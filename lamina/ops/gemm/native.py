@@ -2,7 +2,7 @@
 
 Decoding has few rows, so a layer takes the time of reading its weights. torch takes several times as long for fp32, and
 for bf16 on a CPU without bf16 instructions. With these (AVX512-BF16, AMX) it takes twice as long, unless it may keep a
-copy of the weights in its own order. So may native (``packs_weights``). By AVX512-BF16, a step of 1 or 8 rows then
+copy of the weights in its own order. So may native (``pack``). By AVX512-BF16, a step of 1 or 8 rows then
 takes 5 to 8 % less time. A layer of 8 rows of bf16 takes half the time by AVX2, and the same by AVX-512. What native
 computes of a row depends on that row alone, bit for bit, packed or not.
 """
@@ -38,8 +38,7 @@ class NativeLinear:
     def __init__(self, threads: int, variant: str = "") -> None:
         """Raises ValueError if the CPU lacks ``variant``, or AVX2."""
         self.engine = Engine(threads, variant)
-        self.packs_weights = False
-        self.packed_memory: PackedMemory = PrivateMemory()
+        self._memory = PrivateMemory()  # for quantized weights
         self._run = self.engine.linear
         self.most_rows: dict[torch.dtype, int] = {}  # by dtype, if there is a limit
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -53,22 +52,22 @@ class NativeLinear:
         """Return the bytes of w [cols, k_size] in the variant's own order; 0 if it has none."""
         return self.engine.packed_bytes(TYPES[dtype], cols, k_size) if dtype in TYPES else 0
 
-    def pack(self, w: Tensor) -> Tensor:
-        """Return a copy of w [N, K] in that order, in ``packed_memory``. Raises ValueError if the variant has none."""
+    def pack(self, w: Tensor, memory: PackedMemory) -> Tensor:
+        """Return a copy of w [N, K] in that order, in ``memory``. Raises ValueError if the variant has none."""
         kind, (cols, k_size) = TYPES[w.dtype], w.shape
-        to, is_there = self.packed_memory.allocate(w, self.packed_bytes(w.dtype, cols, k_size))
+        to, is_there = memory.allocate(w, self.packed_bytes(w.dtype, cols, k_size))
         if not is_there:
             self.engine.pack(w.data_ptr(), to.data_ptr(), kind, cols, k_size, w.stride(0))
         return to
 
     def pack_quantized(self, w: QuantizedWeight) -> PackedWeight:
-        """Return a copy of w in panels of columns, in ``packed_memory``."""
+        """Return a copy of w in panels of columns."""
         form = PackedForm.of("native", w)
         numbers = native_form(form.encode()).numbers
         size = self.engine.quantized_bytes(form.cols, form.k_size, *numbers)
         if w.codes.is_meta:
             return PackedWeight(torch.empty(1, size, dtype=torch.uint8, device="meta"), form.encode())
-        data, is_there = self.packed_memory.allocate(w.codes, size)
+        data, is_there = self._memory.allocate(w.codes, size)
         if not is_there:
             self._pack_into(data, w, form)
         return PackedWeight(data[None], form.encode())
@@ -81,8 +80,8 @@ class NativeLinear:
         self.engine.pack_quantized(*sources, data.data_ptr(), form.cols, form.k_size, *numbers)
 
     def pack_quantized_experts(self, weights: Iterable[QuantizedWeight], count: int) -> PackedWeight:
-        """Return copies of ``count`` weights in panels of columns, in ``packed_memory``: data [count, bytes]. Raises
-        ValueError for weights of several forms.
+        """Return copies of ``count`` weights in panels of columns: data [count, bytes]. Raises ValueError for
+        weights of several forms.
         """
         data, form = torch.empty(0, dtype=torch.uint8), None
         for number, w in enumerate(weights):
@@ -90,7 +89,7 @@ class NativeLinear:
             if form is None:
                 form = own
                 size = self.engine.quantized_bytes(form.cols, form.k_size, *native_form(form.encode()).numbers)
-                data = self.packed_memory.allocate(w.codes, count * size)[0].view(count, size)
+                data = self._memory.allocate(w.codes, count * size)[0].view(count, size)
             if own != form:
                 raise ValueError("experts of several forms cannot be packed together")
             self._pack_into(data[number], w, form)

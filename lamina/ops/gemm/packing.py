@@ -16,7 +16,7 @@ from lamina.config.topology import TopologyOptions
 from lamina.env import PACKED
 
 from . import LinearBackend
-from .packed_memory import SharedMemory
+from .packed_memory import PackedMemory, PrivateMemory, SharedMemory
 
 if TYPE_CHECKING:
     from lamina.converter import SlicedProgram
@@ -59,26 +59,24 @@ def choose_packing(
     topology: TopologyOptions,
     devices: DeviceOptions,
     timeout_s: float,
-) -> None:
-    """Have ``backend`` pack the weights of ``program``, if the host has memory for that. They go to a file that the
-    launcher has given to the workers of this host, or to the worker's own memory. The caller that binds the program
-    calls ``seal`` afterwards. Waits up to ``timeout_s`` seconds for another worker that packs the same weights.
+) -> PackedMemory | None:
+    """Return memory in which ``backend`` packs the weights of ``program``; None if the host has none for that. It is a
+    file that the launcher has given to the workers of this host, or the worker's own memory. The caller that binds the
+    program calls ``seal`` afterwards. Waits up to ``timeout_s`` seconds for another worker that packs the same weights.
     """
     weights = packed_weights(program, backend)
     needed = sum(size for _, size in weights)
     pages = _shared_pages(timeout_s) if needed and can_share(topology) else None
     if pages is None:
-        backend.packs_weights = needed > 0 and has_room(needed, 0, free(), topology, devices)
-        return
+        return PrivateMemory() if needed and has_room(needed, 0, free(), topology, devices) else None
     shared = sum({name: size for w, size in weights if (name := pages.name_of(w))}.values())
     own = sum(size for w, size in weights if not pages.name_of(w))
     to_share = 0 if pages.is_filled else shared
-    backend.packs_weights = own + to_share == 0 or has_room(own + to_share, to_share, free(), topology, devices)
-    if backend.packs_weights:
-        pages.reserve(shared)
-        backend.packed_memory = pages
-    else:
+    if own + to_share and not has_room(own + to_share, to_share, free(), topology, devices):
         pages.seal()
+        return None
+    pages.reserve(shared)
+    return pages
 
 
 def _shared_pages(timeout_s: float) -> SharedMemory | None:

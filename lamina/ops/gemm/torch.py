@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from . import row_blocks
 from .expert_rows import by_expert
-from .packed_memory import PackedMemory, PrivateMemory
+from .packed_memory import PackedMemory
 from .quantized import PackedForm, PackedWeight, QuantizedWeight
 
 
@@ -18,8 +18,6 @@ class TorchLinear:
     """Calls torch.nn.functional.linear."""
 
     has_own_threads = False
-    packs_weights = False
-    packed_memory: PackedMemory = PrivateMemory()  # stays empty
     engine = None
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -30,7 +28,7 @@ class TorchLinear:
         """Return 0: weights stay as they are."""
         return 0
 
-    def pack(self, w: Tensor) -> Tensor:
+    def pack(self, w: Tensor, memory: PackedMemory) -> Tensor:
         """Raise ValueError: torch packs no weights."""
         raise ValueError("torch packs no weights")
 

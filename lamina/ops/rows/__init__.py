@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from lamina.converter import SlicedProgram
     from lamina.ops.gemm import LinearBackend
+    from lamina.ops.gemm.packed_memory import PackedMemory
 
     from .program import ChainedProgram
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def bind_rows(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
-    """Return the program with its rows on ``backend``, which has an engine. ``program`` must not be used again. Raises
-    ImportError if the native module was not built.
+def bind_rows(program: SlicedProgram, backend: LinearBackend, memory: PackedMemory | None = None) -> SlicedProgram:
+    """Return the program with its rows on ``backend``, which has an engine. ``memory``: for packed weights; None: they
+    stay as they are. ``program`` must not be used again. Raises ImportError if the native module was not built.
     """
     from lamina.converter.fuse import Bind, fuse
 
@@ -34,7 +35,7 @@ def bind_rows(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
 
     def build(unit: fx.Graph, weights: int) -> Bind | None:
         try:
-            return RowUnit(unit, weights, backend, arena).bind
+            return RowUnit(unit, weights, backend, arena, memory).bind
         except UnsupportedError as e:
             log.debug("a unit is left to torch: %s", e)
             return None

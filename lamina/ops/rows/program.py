@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from lamina.converter.capture import size_expression
 from lamina.converter.graph import add_node
 from lamina.ops.gemm import LinearBackend, row_blocks
+from lamina.ops.gemm.packed_memory import PackedMemory
 
 from . import arithmetic, layout_ops
 from ._rows import Chain, Program
@@ -86,9 +87,11 @@ class RowUnit:
     rows.
     """
 
-    def __init__(self, unit: fx.Graph, weights: int, backend: LinearBackend, arena: Arena) -> None:
-        """``weights``: how many placeholders, the first ones, are weights. Raises UnsupportedError if no instructions
-        do what the unit does.
+    def __init__(
+        self, unit: fx.Graph, weights: int, backend: LinearBackend, arena: Arena, memory: PackedMemory | None = None
+    ) -> None:
+        """``weights``: how many placeholders, the first ones, are weights. ``memory``: see ``bind_rows``. Raises
+        UnsupportedError if no instructions do what the unit does.
         """
         lowered = Lowering(unit, weights, RULES)
         instructions = merged(lowered.instructions, {v.slot for v in lowered.results})
@@ -100,7 +103,8 @@ class RowUnit:
         self._dtypes = [s.dtype for s in slots]
         self._row_bytes = [s.numel * s.dtype.itemsize if s.with_rows else 0 for s in slots]
         self._places, self.row_arena = _placed(instructions, given, self._row_bytes)
-        self._backend, self._packed = backend, _packed(instructions, weights, backend) if backend.packs_weights else {}
+        self._backend, self._memory = backend, memory
+        self._packed = {} if memory is None else _packed(instructions, weights, backend)
         table = encode(given, self._row_bytes, self._places, instructions)
         self.program = Program(backend.engine, table, "")
         self._instructions = len(instructions)
@@ -118,10 +122,10 @@ class RowUnit:
         return BoundUnit(self, weights).call
 
     def packed_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weights as the program takes them: those of products packed, if the backend packs."""
+        """Return the weights as the program takes them: those of products packed, if there is memory."""
         laid = list(weights)
-        for slot, view in self._packed.items():
-            laid[slot] = self._backend.pack(laid[slot].as_strided(view.shape, view.strides))
+        for slot, view in self._packed.items() if self._memory is not None else ():
+            laid[slot] = self._backend.pack(laid[slot].as_strided(view.shape, view.strides), self._memory)
         return laid
 
     def run(self, rows: int, given: Sequence[Tensor], addresses: Sequence[int]) -> None:

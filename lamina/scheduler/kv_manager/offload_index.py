@@ -549,11 +549,12 @@ class OffloadIndex(Feature):
         0 if they must wait for the load's end: a failed load must not have been scored by sparse attention, and rows
         need the states of all layers.
         """
-        sequence, policy = candidates.sequence, candidates.chunk_policy
+        sequence = candidates.sequence
         if load.state_keys or sequence.evicts_kv or sequence.params.prompt_logprobs is not None:
             return 0.0
-        missing = sequence.num_tokens_with_placeholders - load.length
-        return candidates.prefill_s(policy.next_chunk(missing, policy.chunk, load.length))
+        if candidates.on_prefill_worker:
+            return candidates.first_chunk_s
+        return candidates.next_chunk_after(load.length) * candidates.prefill_token_s
 
     def extend_plan(self, draft: PlanDraft) -> None:
         """Number the transfers of the plan."""

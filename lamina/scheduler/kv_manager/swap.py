@@ -64,7 +64,7 @@ class SwapPolicy(Feature):
 
     def find_starts(self, candidates: Candidates) -> None:
         """Let a preempted sequence begin only with its own KV, once all of it is saved."""
-        candidates.prefill_s = self.prefill_estimate_s
+        candidates.prefill_token_s = self.prefill_estimate_s(1)
         if self.is_saving(candidates.sequence):
             candidates.verdict = Verdict.STEPS_ASIDE
         elif (own := self.find_loadable(candidates.sequence)) is not None:

@@ -87,17 +87,24 @@ class QueryFailedError(Exception):
 class EngineClient:
     """The connection to the engine. All methods belong to the event loop's thread."""
 
-    def __init__(self, handle: EngineHandle, restarts: EngineRestarts, records: DeltaSink | None = None) -> None:
-        """``records``: gets all deltas before their readers."""
+    def __init__(
+        self,
+        handle: EngineHandle,
+        restarts: EngineRestarts,
+        records: DeltaSink | None = None,
+        on_step: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """``records``: gets all deltas before their readers. ``on_step``: called with the tokens of each step, see
+        Outputs.
+        """
         self.ready: EngineReady
-        self.on_step: Callable[[int], None] = lambda tokens: None  # called with the tokens of each step, see Outputs
         self.state: EngineState | None = None
         self.counters: dict[str, dict[str, float]] = {}
         self.failure: str | None = None  # why the engine is gone for good
         self.lost = asyncio.Event()  # set together with ``failure``, but not if ``close`` has ended the engine
         self.handle = handle  # of the engine's process, which another one may replace
         self.is_ready = False  # False: queries wait in this process
-        self._restarts = restarts
+        self._restarts, self._on_step = restarts, on_step
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._hangs = False  # whether the engine was ended because it hung
@@ -116,11 +123,12 @@ class EngineClient:
         on_progress: Callable[[Progress], None],
         restarts: EngineRestarts,
         records: DeltaSink | None = None,
+        on_step: Callable[[int], None] = lambda tokens: None,
     ) -> EngineClient:
         """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError if the
         engine ends.
         """
-        client = cls(handle, restarts, records)
+        client = cls(handle, restarts, records, on_step)
         await client._open(on_progress)
         client.prompts.resume()
         client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
@@ -431,7 +439,7 @@ class EngineClient:
             if (message := self._output_assembler.add(message)) is None:
                 return
             if message.num_tokens:
-                self.on_step(message.num_tokens)
+                self._on_step(message.num_tokens)
             self.prompts.take(message.deltas)
         elif isinstance(message, EngineState):
             self._state_at, self.state = time.monotonic(), state_for_workers(message, self.ready)

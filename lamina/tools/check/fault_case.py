@@ -9,17 +9,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lamina.api.llm import LLM
 from lamina.observe.failpoints import FAILPOINT, Failpoint
 from lamina.protocol.blocks.block_counts import num_kv_shards
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.kv_placement import KvPlacement, ShardCounter
 from lamina.request import RequestOutput, SamplingParams
-from lamina.scheduler.sequence import Sequence as RunningSequence
 
 from .fault_promises import Death
 from .matrix import Setting
-from .recording_executor import RecordingExecutor
+from .recorded_llm import InterruptedSequence, RecordedLLM
 
 LOOK_S = 0.01  # between two looks for a replacement
 
@@ -50,11 +48,10 @@ class FaultRunner:
 
     moved_bytes = 0
 
-    def __init__(self, llm: LLM, executor: RecordingExecutor, tripwire: Failpoint, fault: Death) -> None:
-        self._llm, self._wire, self._tripwire, self._fault = llm, executor, tripwire, fault
+    def __init__(self, llm: RecordedLLM, tripwire: Failpoint, fault: Death) -> None:
+        self._llm, self._tripwire, self._fault = llm, tripwire, fault
         self._role, _, number = fault.victim.partition("-")
         self._number = int(number)
-        self._in_time = False
         self.had_kv: frozenset[int] = frozenset()
 
     def generate(self, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
@@ -64,11 +61,11 @@ class FaultRunner:
         engine, outputs = self._llm.engine, dict[str, RequestOutput]()
         before, is_set = self._llm.pools.pids, self._fault.before_prompt_end
         at_once = min(len(prompts), engine.config.batching.max_num_seqs)
+        engine.interruptions.clear()
         if is_set:
             self._set(before)
         with self._or_harmed(), closing(self._llm.stream(prompts, params)) as stream:
             ids = stream.request_ids
-            self._wire.on_change = lambda: self._note([int(i) for i in ids])
             for output in stream:
                 outputs[output.request_id] = output
                 if not is_set and len(outputs) >= at_once:
@@ -76,7 +73,8 @@ class FaultRunner:
                     is_set = True
             engine.check_workers()  # it may have died after the last step
             self._await_replacement()
-        if not (self._tripwire.disarm() and self._in_time):
+        is_in_time = self._note([int(i) for i in ids])
+        if not (self._tripwire.disarm() and is_in_time):
             raise ValueError(f"sequences ended before {self._fault.victim} died: raise --max-tokens")
         if self._llm.pools.pids.get(self._fault.victim) in (None, before[self._fault.victim]):
             raise FaultVisibleError(f"{self._fault.victim} died, and no process replaced it")
@@ -106,17 +104,21 @@ class FaultRunner:
         assert self._fault.event is not None
         self._tripwire.arm(pids[self._fault.victim], self._fault.event, self._fault.times)
 
-    def _note(self, ids: Sequence[int]) -> None:
-        """Note at a change of the epoch which prompts run, since their KV was on the dead worker."""
-        scheduler, info = self._llm.engine.scheduler, self._llm.engine.worker_info
-        running = [s for s in scheduler.running if not s.finished and s.request_id in ids]
-        self._in_time = self._in_time or bool(running or scheduler.waiting)
-        if self._role == "memory":
-            had = (ids.index(s.request_id) for s in running if holds(info, self._number, s))
-            self.had_kv |= frozenset(had)
+    def _note(self, ids: Sequence[int]) -> bool:
+        """Note which prompts ran when the epoch changed, since their KV was on the dead worker. Returns whether prompts
+        ran or waited then.
+        """
+        in_time = False
+        for change in self._llm.engine.interruptions:
+            running = [s for s in change.running if s.request_id in ids]
+            in_time = in_time or bool(running or change.num_waiting)
+            if self._role == "memory":
+                had = (ids.index(s.request_id) for s in running if holds(change.workers, self._number, s))
+                self.had_kv |= frozenset(had)
+        return in_time
 
 
-def holds(info: ComputeReady, worker: int, sequence: RunningSequence) -> bool:
+def holds(info: ComputeReady, worker: int, sequence: InterruptedSequence) -> bool:
     """Return True if memory worker ``worker`` has, or is about to get, a part of the KV of ``sequence``. The rule of
     placement decides, not the worker's report.
     """

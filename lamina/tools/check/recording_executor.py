@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.executor import Done, EpochChanged, Executor
@@ -12,7 +12,7 @@ from .verdict import Plans
 
 
 class RecordingExecutor:
-    """Records the plans of passing steps, and reports each change of the epoch before the engine receives it."""
+    """Records the plans of passing steps."""
 
     def __init__(self, executor: Executor) -> None:
         self._wire = executor
@@ -20,7 +20,6 @@ class RecordingExecutor:
 
     def clear(self) -> None:
         """Forget what was recorded."""
-        self.on_change: Callable[[], None] = lambda: None
         self.plans: Plans = []
         self.lent: dict[int, int] = {}  # sequence -> most stripes on loan at once
         self._arrived: dict[int, int] = {}  # sequence -> how many came before it
@@ -47,16 +46,10 @@ class RecordingExecutor:
                 self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
 
     def wait(self) -> Done | EpochChanged:
-        done = self._wire.wait()
-        if isinstance(done, EpochChanged):
-            self.on_change()
-        return done
+        return self._wire.wait()
 
     def check_workers(self) -> EpochChanged | None:
-        change = self._wire.check_workers()
-        if change is not None:
-            self.on_change()
-        return change
+        return self._wire.check_workers()
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
         return self._wire.resume(keep)

@@ -35,7 +35,7 @@ from .agreement import ERROR_ALLOWED, Agreement, compare
 from .fault_case import FaultRunner, FaultVisibleError, failpoint_for
 from .low_memory_case import LowMemoryCase
 from .matrix import BASE_OPTIONS, BASE_STORE, Setting
-from .recording_executor import RecordingExecutor
+from .recorded_llm import RecordedLLM
 from .resize_case import ResizeFailedError, ResizeRunner
 from .server_case import generate_served
 from .verdict import Outcome, Verdict, failed_verdict, judge
@@ -105,7 +105,7 @@ class Check:
                 if first.runs_in_server:
                     yield from (self._verdict_of(s, partial(self._served, config, s, start)) for s in settings)
                     return
-                llm = LLM(self._model, **flat_options(config))
+                llm = RecordedLLM(self._model, **flat_options(config))
             except (ValueError, ImportError, OSError) as e:
                 if not self._outcomes:
                     raise
@@ -119,9 +119,8 @@ class Check:
                 ):
                     yield from (failed_verdict(s, why, held=None) for s in settings)
                     return
-                llm.engine.executor = wire = RecordingExecutor(llm.engine.executor)
                 for setting in settings:
-                    yield self._run_one(llm, wire, tripwire, setting, start)
+                    yield self._run_one(llm, tripwire, setting, start)
                     start = time.monotonic()
 
     def _config_of(self, setting: Setting) -> EngineConfig:
@@ -132,18 +131,16 @@ class Check:
             config = replace_options(config, self._low_memory.preemption_options(config))
         return config
 
-    def _run_one(
-        self, llm: LLM, wire: RecordingExecutor, tripwire: Failpoint | None, setting: Setting, start: float
-    ) -> Verdict:
+    def _run_one(self, llm: RecordedLLM, tripwire: Failpoint | None, setting: Setting, start: float) -> Verdict:
         """``tripwire``: of the engine's workers, if one is to die."""
         run: FaultRunner | ResizeRunner = ResizeRunner(llm, setting.changes)
         if setting.fault is not None and tripwire is not None:
-            run = FaultRunner(llm, wire, tripwire, setting.fault)
+            run = FaultRunner(llm, tripwire, setting.fault)
         before = _loaded_bytes(llm)
         if setting.loads_from_disk:
             llm.engine.finish_in_flight()  # until all is saved
             llm.engine.scheduler.evict_retained()
-        verdict = self._verdict_of(setting, partial(self._outcome, llm, wire, run, setting, start))
+        verdict = self._verdict_of(setting, partial(self._outcome, llm, run, setting, start))
         if setting.loads_from_disk and _loaded_bytes(llm) == before:
             verdict = failed_verdict(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
         if setting.drops_blocks and llm.engine.scheduler_stats.pruned_blocks == 0:
@@ -165,10 +162,9 @@ class Check:
         except FaultVisibleError as e:
             return failed_verdict(setting, str(e), held=False)
 
-    def _outcome(
-        self, llm: LLM, wire: RecordingExecutor, run: FaultRunner | ResizeRunner, setting: Setting, start: float
-    ) -> Outcome:
-        wire.clear()
+    def _outcome(self, llm: RecordedLLM, run: FaultRunner | ResizeRunner, setting: Setting, start: float) -> Outcome:
+        recording = llm.engine.recording
+        recording.clear()
         prompts = list(self._prompts) or random_prompts(llm, self._params)
         outputs = [
             o
@@ -185,11 +181,11 @@ class Check:
         counts = llm.engine.scheduler_stats
         return replace(
             self._compared(llm.engine.config, outputs, start),
-            plans=wire.plans,
+            plans=recording.plans,
             num_preemptions=counts.preemptions,
             num_swapped=counts.swapped_sequences,
             idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
-            lent=sum(wire.lent.values()),
+            lent=sum(recording.lent.values()),
             moved_bytes=run.moved_bytes,
             had_kv=run.had_kv,
         )

@@ -24,6 +24,7 @@ from lamina.observe.trace import Event
 from lamina.ops import gemm
 from lamina.ops.collective import Collective
 from lamina.ops.gemm import LinearBackend, packing
+from lamina.ops.gemm.packed_memory import PackedMemory
 from lamina.ops.recurrence.spec import RecurrenceSpec
 from lamina.protocol.capacity import combined_capacity, partition_of
 from lamina.protocol.control import (
@@ -101,7 +102,7 @@ class Worker(Protocol):
 
 class CutModel(NamedTuple):
     """A loaded model, cut into slices. ``layers``: its attention operators. ``backend``: the linear layers' backend,
-    which the program does not use yet.
+    which the program does not use yet. ``packed_memory``: for their packed weights; None: they stay as they are.
     """
 
     program: Any
@@ -112,6 +113,7 @@ class CutModel(NamedTuple):
     partition: Partition
     backend: LinearBackend
     recurrent: RecurrentLayers = NO_RECURRENT_LAYERS
+    packed_memory: PackedMemory | None = None
 
     @property
     def num_exchanges(self) -> int:
@@ -232,16 +234,19 @@ class ModelServer:
         )
         self._progress("cutting the model", 1, 1)
         self.clock.lap("convert_s")
+        memory = None
         if self.module is None and not here:
             patience_s = start.deadlines.start_timeout_s / 2
-            packing.choose_packing(program, backend, available_bytes, start.topology, start.devices, patience_s)
+            memory = packing.choose_packing(
+                program, backend, available_bytes, start.topology, start.devices, patience_s
+            )
         layers, dtype = layer_shapes(program), program.calls[0].q.dtype
         recurrent = recurrent_layers(program)
         if recurrent.shapes:
             self._check_hybrid()
         program = self.staging.move_program(self.own_slices(program, len(layers)))
         partition = self._partition(layers, max_len)
-        return CutModel(program, loaded, layers, dtype, max_len, partition, backend, recurrent)
+        return CutModel(program, loaded, layers, dtype, max_len, partition, backend, recurrent, memory)
 
     def _check_hybrid(self) -> None:
         """Raise ValueError for options that do not go with recurrent layers."""
@@ -265,13 +270,15 @@ class ModelServer:
         model, program = self.start.model, cut.program
         todo = compile_passes(
             cut.backend,
+            packed_memory=cut.packed_memory,
             group=group,
             capture=self.staging.graph_capture() if model.cuda_graphs else None,
             emulate=emulation_of(program, prefill=self.is_prefill),
         )
         for each in todo:
             program = each.run(program)
-        cut.backend.packed_memory.seal()
+        if cut.packed_memory is not None:
+            cut.packed_memory.seal()
         self._progress("preparing the slices", 1, 1)
         return program
 

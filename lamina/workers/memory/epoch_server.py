@@ -1,4 +1,4 @@
-"""One epoch on a memory worker, from its Bind to its end: its messages, and rounds of steps, layer by layer.
+"""One epoch on a memory worker, from its Bind to its end: its workers, and rounds of steps, layer by layer.
 
 In each layer, the steps of a round are served in the order of their plans. So the worker always knows which message is
 next, and waits for that one alone. The store is older than the epoch and outlives it.
@@ -7,19 +7,16 @@ next, and waits for that one alone. The store is older than the epoch and outliv
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from msgspec import structs
 
-from lamina.config.resolve import LayerPath, layer_path
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import FLIP_BIT, Event, Recorder
 from lamina.protocol.blocks.block_tables import NoBlocksError, PlanError
 from lamina.protocol.step_plan import (
-    BindRequest,
     BlockScoresReport,
     CommitMigration,
     CopyStripes,
@@ -37,79 +34,21 @@ from lamina.protocol.step_plan import (
     decode,
     encode,
 )
-from lamina.workers.device_transport import DeviceTransport, can_use_device_path
+from lamina.workers.device_transport import DeviceTransport
 
 from .attention_step import AttentionStep
+from .epoch_messages import MessageInbox, check_name, other_epoch_error, send_message
 from .kv_checksums import flip_bit
 from .kv_store import KvStore
 from .kv_transfer.live_migration import LiveMigration
-from .kv_transfer.prefill_receive import IDLE_S, PrefillReceiver
+from .kv_transfer.prefill_receive import PrefillReceiver
 from .kv_transfer.prefix_replies import PrefixReplies
 from .layer_loop.device_loop import DeviceLayerLoop
-from .layer_loop.host_loop import RESERVE_S, HostLayerLoop, ParityLayerLoop
+from .layer_loop.host_loop import HostLayerLoop, ParityLayerLoop
 from .layer_loop.hybrid_loop import HybridLayerLoop
 from .layer_loop.native_loop import NativeLayerLoop, can_use_native_loop
 from .offload.page_transfers import PageTransfers
 from .worker_counters import Counters
-
-MAX_QUEUED_PLANS = 64  # plans that may wait here for their round
-
-
-class MessageInbox:
-    """Receives layer messages, and plans among them. One thread uses it."""
-
-    def __init__(self, channels: Sequence[Channel], meter: Counters, epoch: int) -> None:
-        """``channels``: of all replicas."""
-        self._channels, self._meter, self._view = channels, meter, epoch
-        self.grants: PrefillReceiver | None = None  # served while no message arrives; None: no prefill workers
-        self.plans: deque[tuple[MessageKey, bytes]] = deque()  # plans that arrived before their round
-        self.refused_plans: dict[
-            int, MessageKey
-        ] = {}  # batch -> its last plan, if that was refused: its layer messages are dropped
-
-    def next_message(self, replica: int) -> Arrival | None:
-        """Return the next layer message of ``replica``. Returns None for a plan, which is queued, and for a dropped
-        message: of a refused step, or of an older epoch.
-        """
-        channel = self._channels[replica]
-        arrival = self.receive(channel)
-        key = MessageKey.unpack(arrival.tag)
-        if key.epoch < self._view:
-            self._meter.add("dropped", 1)
-        elif key.kind == MessageKind.PLAN and replica == 0:
-            if len(self.plans) == MAX_QUEUED_PLANS:
-                raise ProtocolError(f"{MAX_QUEUED_PLANS} plans in place of a layer message")
-            self.plans.append((key, bytes(arrival.data)))
-        elif not ((bad := self.refused_plans.get(key.batch)) and key == bad._replace(kind=key.kind, layer=key.layer)):
-            return arrival
-        channel.release(arrival)
-        return None
-
-    def receive(self, channel: Channel) -> Arrival:
-        """Return the next message of a channel. Meanwhile, messages of prefill workers are stored. Waits as long as the
-        peer and the driver live: an idle worker is no error.
-        """
-        while (arrival := self._poll(channel)) is None:
-            self.receive_grant()
-        self._meter.add("bytes_received", arrival.data.nbytes)
-        return arrival
-
-    def _poll(self, channel: Channel) -> Arrival | None:
-        with self._meter.time("wait_s"):
-            try:
-                return channel.wait_signal(timeout_s=self.poll_timeout_s)
-            except ChannelTimeout:
-                return None
-
-    @property
-    def poll_timeout_s(self) -> float:
-        """The seconds to wait for decoding before the next ``receive_grant``."""
-        return IDLE_S if self.grants is None else self.grants.poll_timeout_s
-
-    def receive_grant(self) -> None:
-        """Store one message of a prefill worker if one has arrived."""
-        if self.grants is not None:
-            self.grants.receive_one()
 
 
 class LayerLoop(Protocol):
@@ -127,36 +66,40 @@ class LayerLoop(Protocol):
 
 
 class EpochServer:
-    """Serves the channels of all replicas and prefill workers in one epoch. Replica 0 binds and sends the plans."""
+    """Serves the channels of all replicas and prefill workers in one epoch. Replica 0 sends the plans."""
 
     def __init__(
         self,
         channel: Channel,
-        open_store: Callable[[BindRequest], KvStore],
+        store: KvStore,
         meter: Counters,
         trace: Recorder,
         epoch: int = 0,
         names: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        *,
+        page_transfers: PageTransfers | None = None,
+        live_migration: LiveMigration | None = None,
+        prefix_replies: PrefixReplies | None = None,
+        report: Callable[[BlockScoresReport], None] = lambda scored: None,
     ) -> None:
-        """Wait for a Bind on ``channel`` and open its store by ``open_store``. ``names``: the names of all workers that
-        will connect, by their number.
+        """``store``: of the Bind that came on ``channel``. ``names``: those of all workers that will connect, by their
+        number. ``page_transfers``: if pages are offloaded. ``live_migration``: if stripes may migrate.
+        ``prefix_replies``: if prefill workers fetch stored KV. ``report``: sends to the driver.
         """
         self._channels = [channel]
+        self._store, self._meter, self._trace = store, meter, trace
         self._epoch, self._names = epoch, names
-        self._meter = meter
-        self._trace = trace
-        self._inbox = MessageInbox(self._channels, meter, epoch)
-        self._awaits_host_channel = False  # True if a second channel, for messages of hosts, is still due
-        self._store = self._bind(open_store)
-        self._receive_operands()
-        if self._store.bind_request.prefill_workers:
-            self._inbox.grants = PrefillReceiver(self._store, meter, trace, clock, epoch)
+        self._page_transfers, self._live_migration = page_transfers, live_migration
+        self._prefix_replies, self._report = prefix_replies, report
+        self._loads = page_transfers.loader if page_transfers else None
+        grants = None
+        if store.bind_request.prefill_workers:
+            grants = PrefillReceiver(store, meter, trace, clock, epoch, self._loads)
+        self._inbox = MessageInbox(self._channels, meter, epoch, grants)
+        # True if a second channel, for messages of hosts, is still due.
+        self._awaits_host_channel = store.bind_reply.device_path
         self._device_layers: DeviceLayerLoop | None = None
-        self.page_transfers: PageTransfers | None = None  # set before ``run`` if pages are offloaded
-        self.live_migration: LiveMigration | None = None  # set before ``run`` if stripes may migrate
-        self.prefix_replies: PrefixReplies | None = None  # set before ``run`` if prefill workers fetch stored KV
-        self.report: Callable[[BlockScoresReport], None] = lambda scored: None  # to the driver; set before ``run``
 
     @property
     def num_missing(self) -> int:
@@ -180,10 +123,11 @@ class EpochServer:
         join = decode(JoinRequest, arrival.data)
         channel.release(arrival)
         if join.epoch != self._epoch:
-            self._send(channel, MessageKey(MessageKind.REFUSED), self._other_epoch_error("join", join.epoch).encode())
+            error = other_epoch_error("join", join.epoch, self._epoch)
+            self._send(channel, MessageKey(MessageKind.REFUSED), error.encode())
             channel.close()
             return
-        self._check_name(channel, join.peer_number)
+        check_name(channel, join.peer_number, self._names)
         if join.peer_number != len(self._channels):
             raise ProtocolError(f"worker {join.peer_number} came when worker {len(self._channels)} was due")
         computes = join.peer_number < bind.replicas  # prefill workers do not prove how keys rotate
@@ -195,7 +139,7 @@ class EpochServer:
         self._send(channel, MessageKey(MessageKind.BOUND), encode(self._store.bind_reply))
 
     def _join_direct(self, channel: Channel, arrival: Arrival) -> None:
-        self._check_name(channel, 0)
+        check_name(channel, 0, self._names)
         order = decode(DevicePathRequest, arrival.data)
         channel.release(arrival)
         self._send(channel, MessageKey(MessageKind.BOUND), encode(self._store.bind_reply))
@@ -221,10 +165,6 @@ class EpochServer:
         CorruptedMemoryError.
         """
         layers = self._device_layers or self._host_layers()
-        loads = self.page_transfers.loader if self.page_transfers else None
-        for user in (self._inbox.grants, self.prefix_replies):
-            if user is not None:
-                user.loads = loads
         while True:
             steps, sums = self._round(layers), self._store.checksums
             if layers is self._device_layers:
@@ -237,7 +177,7 @@ class EpochServer:
             if sums:
                 sums.update_after_step(steps)
             for scored in (x for step in steps if step.scoring for x in step.scoring.reports()):
-                self.report(scored)
+                self._report(scored)
 
     def _host_layers(self) -> LayerLoop:
         replicas = self._channels[: self._store.bind_request.replicas]
@@ -246,13 +186,11 @@ class EpochServer:
             form = ParityLayerLoop
         elif self._store.states:
             form = HybridLayerLoop
-        loads = self.page_transfers.loader if self.page_transfers else None
-        return form(replicas, self._inbox, self._store, self._meter, self._trace, loads)
+        return form(replicas, self._inbox, self._store, self._meter, self._trace, self._loads)
 
     def _await_loads(self, steps: Sequence[AttentionStep]) -> None:
         """Wait until the KV that these steps load is there: kernels do not wait for single layers."""
-        loads = self.page_transfers.loader if self.page_transfers else None
-        if loads is None:
+        if (loads := self._loads) is None:
             return
         for step in steps:
             needed, last = loads.needed_by(step.plan), len(self._store.layers) - 1
@@ -285,21 +223,21 @@ class EpochServer:
                 if key != MessageKey.for_step(MessageKind.PLAN, plan):
                     raise ProtocolError(f"the plan of step {plan.step} came as {key}")
                 if plan.epoch != self._epoch:
-                    raise ProtocolError(self._other_epoch_error(f"step {plan.step}", plan.epoch))
+                    raise ProtocolError(other_epoch_error(f"step {plan.step}", plan.epoch, self._epoch))
                 grants = self._inbox.grants
                 if grants is not None:
                     grants.check_plan(plan)
                 elif any(isinstance(op, PrefillGrant | FetchPrefix) for op in plan.ops):
                     raise ProtocolError(f"step {plan.step} grants or fetches, and there are no prefill workers")
-                if self.prefix_replies is None and any(
+                if self._prefix_replies is None and any(
                     isinstance(op, PrefillGrant) and op.num_fetched for op in plan.ops
                 ):
                     raise ProtocolError(f"step {plan.step} lets a prefill worker fetch, and none is connected for it")
                 self._begin_store(plan)
                 if grants is not None:
                     grants.expect(plan)
-                if self.prefix_replies is not None:
-                    self.prefix_replies.begin(plan)
+                if self._prefix_replies is not None:
+                    self._prefix_replies.begin(plan)
                 step = AttentionStep(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
             self._inbox.refused_plans[key.batch] = key
@@ -316,76 +254,21 @@ class EpochServer:
         return step, plan.has_more
 
     def _begin_store(self, plan: StepPlan) -> None:
-        if self.page_transfers is not None:
-            self.page_transfers.collect()
-            self.page_transfers.begin_plan(plan)  # also copies blocks that are still to be saved, and wipes freed ones
+        if self._page_transfers is not None:
+            self._page_transfers.collect()
+            self._page_transfers.begin_plan(plan)  # also copies blocks that are still to be saved, and wipes freed ones
         elif any(isinstance(op, SaveKv | LoadKv | StorageOp) for op in plan.ops):
             raise ProtocolError(f"step {plan.step} saves or loads, but KV offload is off")
-        elif any(isinstance(op, CopyStripes | CommitMigration) for op in plan.ops) and self.live_migration is None:
+        elif any(isinstance(op, CopyStripes | CommitMigration) for op in plan.ops) and self._live_migration is None:
             raise ProtocolError(f"step {plan.step} moves stripes, but no memory worker has connected for a migration")
         else:
             again = self._store.tables.is_replay(plan)
-            if self.live_migration is not None and not again:
-                self.live_migration.drop_cancelled(plan)
+            if self._live_migration is not None and not again:
+                self._live_migration.drop_cancelled(plan)
             self._store.apply_plan(plan)
             self._store.apply_block_copies()
-            if self.live_migration is not None and not again:
-                self.live_migration.begin(plan)
-
-    def _bind(self, open_store: Callable[[BindRequest], KvStore]) -> KvStore:
-        """Wait for a valid Bind; after a refusal the peer may try again, or leave."""
-        channel = self._channels[0]
-        while True:
-            arrival = self._inbox.receive(channel)
-            key = MessageKey.unpack(arrival.tag)
-            if key.kind != MessageKind.BIND:
-                raise ProtocolError(f"{key} in place of a bind")
-            try:
-                bind = decode(BindRequest, arrival.data)
-                if bind.epoch != self._epoch:
-                    raise ProtocolError(self._other_epoch_error("bind", bind.epoch))
-                self._check_name(channel, 0)
-                store = open_store(bind)
-            except (ValueError, ImportError, MemoryError, ProtocolError) as e:
-                answer, text = MessageKind.REFUSED, str(e).encode()
-            else:
-                self._awaits_host_channel = self._can_use_device_path(store)
-                store.bind_reply = structs.replace(store.bind_reply, device_path=self._awaits_host_channel)
-                answer, text = MessageKind.BOUND, encode(store.bind_reply)
-            channel.release(arrival)
-            self._send(channel, MessageKey(answer), text)
-            if answer == MessageKind.BOUND:
-                return store
-
-    def _receive_operands(self) -> None:
-        """Receive what all tokens share in each recurrent layer. Raises ProtocolError."""
-        states = self._store.states
-        for number, piece in enumerate(states.pieces if states else ()):
-            if states is None or piece is None:
-                continue
-            arrival = self._inbox.receive(self._channels[0])
-            if (key := MessageKey.unpack(arrival.tag)) != MessageKey(MessageKind.OPERANDS, layer=number):
-                raise ProtocolError(f"{key} in place of the operands of recurrent layer {number}")
-            states.set_operands(number, arrival.data)
-            self._channels[0].release(arrival)
-
-    def _check_name(self, channel: Channel, number: int) -> None:
-        """Raise ProtocolError if ``channel`` does not belong to the worker of that number."""
-        name = self._names[number] if number < len(self._names) else ""
-        if channel.peer_name != name:
-            raise ProtocolError(f"worker {number} is {name!r} by the driver, and {channel.peer_name!r} came for it")
-
-    def _other_epoch_error(self, what: str, epoch: int) -> str:
-        return f"{what} is of epoch {epoch}, this worker is in epoch {self._epoch}"
-
-    def _can_use_device_path(self, store: KvStore) -> bool:
-        bind = store.bind_request
-        kernels = bind.device_path and can_use_device_path(self._channels[0], store.staging)
-        path = layer_path(bind.partition, bind.replicas, bind.prefill_workers, kernels=kernels)
-        return path is LayerPath.DEVICE
+            if self._live_migration is not None and not again:
+                self._live_migration.begin(plan)
 
     def _send(self, channel: Channel, key: MessageKey, data: bytes) -> None:
-        slot = channel.reserve(len(data), timeout_s=RESERVE_S)
-        slot.data[:] = data
-        self._meter.add("bytes_sent", len(data))
-        channel.put_signal(slot, key.pack())
+        send_message(channel, key, data, self._meter)

@@ -31,6 +31,7 @@ from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.runtime import RUNTIME, Runtime
 from lamina.workers.worker_process import CorruptedMemoryError
 
+from .epoch_bind import accept_bind
 from .epoch_server import EpochServer
 from .kv_store import KvStore, check_bind
 from .kv_transfer.live_migration import LiveMigration
@@ -139,28 +140,33 @@ class MemoryWorker:
 
         try:
             with _ended_by_damage(self._runtime.exit_process), torch.inference_mode():
-                open_store = partial(self.open_store, meeting)
                 first = None
                 while first is None:  # as long as the driver lives
                     first = accept()
+                store = accept_bind(
+                    first, partial(self.open_store, meeting), self._counters, meeting.epoch, meeting.joining_names
+                )
+                migration = prefixes = None
+                if names:
+                    loads = self.transfers.loader if self.transfers else None
+                    prefixes = PrefixReplies(
+                        store, readers, self._counters, self._trace, meeting.epoch, self._runtime, loads
+                    )
+                if meeting.peers and self.transfers is None:
+                    migration = LiveMigration(store, links, meeting.epoch, self._report, self._counters)
                 server = EpochServer(
                     first,
-                    open_store,
+                    store,
                     self._counters,
                     self._trace,
                     meeting.epoch,
                     meeting.joining_names,
                     self._clock,
+                    page_transfers=self.transfers,
+                    live_migration=migration,
+                    prefix_replies=prefixes,
+                    report=self._report,
                 )
-                server.page_transfers, server.report = self.transfers, self._report
-                if names and self.store is not None:
-                    server.prefix_replies = PrefixReplies(
-                        self.store, readers, self._counters, self._trace, meeting.epoch, self._runtime
-                    )
-                if meeting.peers and self.transfers is None and self.store is not None:
-                    server.live_migration = LiveMigration(
-                        self.store, links, meeting.epoch, self._report, self._counters
-                    )
                 while server.num_missing or links.num_missing or readers.num_missing:
                     if server.num_missing:  # else steps may come while other memory workers are still to come
                         server.check_channels()

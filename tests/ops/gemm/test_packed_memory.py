@@ -22,7 +22,7 @@ from torch import Tensor
 from lamina.config.engine_config import DeviceOptions
 from lamina.config.topology import TopologyOptions
 from lamina.env import PACKED
-from lamina.ops.gemm.packed_memory import LINE, PrivateMemory, SharedMemory
+from lamina.ops.gemm.packed_memory import LINE, PackedMemory, PrivateMemory, SharedMemory
 from lamina.ops.gemm.packing import can_share, choose_packing, has_room
 
 GB = 1 << 30
@@ -155,9 +155,6 @@ def test_more_than_was_reserved_gets_pages_of_the_workers_own(path: str, weights
 class Backend:
     """Packs whatever there is as it lies."""
 
-    def __init__(self) -> None:
-        self.packs_weights, self.packed_memory = False, PrivateMemory()
-
     def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
         return cols * k_size * 2
 
@@ -172,25 +169,24 @@ def program(weight: Tensor) -> Any:
 TWO = TopologyOptions(pipeline=3)
 
 
-def decided(weight: Tensor, free: Callable[[], int], topology: TopologyOptions = TWO) -> Backend:
-    choose_packing(program(weight), backend := Backend(), free, topology, DeviceOptions(), 0.0)
-    return backend
+def decided(weight: Tensor, free: Callable[[], int], topology: TopologyOptions = TWO) -> PackedMemory | None:
+    return choose_packing(program(weight), Backend(), free, topology, DeviceOptions(), 0.0)
 
 
 def test_a_replica_takes_no_room_of_its_own(path: str, weights: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     w = weights[0]
     each = w.nbytes
     monkeypatch.setenv(PACKED, path)
-    assert not decided(w, lambda: 2 * each - 1).packs_weights  # and its turn is over
+    assert not decided(w, lambda: 2 * each - 1)  # and its turn is over
     first = decided(w, lambda: 2 * each)
-    assert first.packs_weights
-    first.packed_memory.allocate(w, each)[0].fill_(5)
-    first.packed_memory.seal()
-    assert decided(w, lambda: 0).packs_weights  # what is there needs no room
-    assert not decided(torch.zeros_like(w), lambda: 8 * each - 1).packs_weights  # but what lies in no file does
+    assert first
+    first.allocate(w, each)[0].fill_(5)
+    first.seal()
+    assert decided(w, lambda: 0)  # what is there needs no room
+    assert not decided(torch.zeros_like(w), lambda: 8 * each - 1)  # but what lies in no file does
     monkeypatch.setenv(PACKED, "/proc/self/fd/none")
-    assert not decided(w, lambda: 8 * each - 1).packs_weights  # two slices of two replicas, each for itself
-    assert decided(w, lambda: 8 * each).packs_weights
+    assert not decided(w, lambda: 8 * each - 1)  # two slices of two replicas, each for itself
+    assert decided(w, lambda: 8 * each)
     monkeypatch.delenv(PACKED)
-    assert not decided(w, lambda: 8 * each - 1).packs_weights
-    assert decided(w, lambda: 4 * each, TopologyOptions()).packs_weights
+    assert not decided(w, lambda: 8 * each - 1)
+    assert decided(w, lambda: 4 * each, TopologyOptions())

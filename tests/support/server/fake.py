@@ -30,6 +30,7 @@ from lamina.server.engine_client.messages import (
 )
 from lamina.server.engine_client.open_prompts import DeltaObserver
 from lamina.server.engine_client.reply_queue import ReplyQueue
+from lamina.server.metrics.http_metrics import ServerMetrics
 from lamina.server.server_config import ServerConfig
 
 WORD = 300  # the token that every completion consists of
@@ -130,7 +131,9 @@ RENDERER = ChatRenderer(TemplateLimits())  # of all services: a template process
 
 def make_service(client: Any = None, renderer: ChatRenderer = RENDERER, **options: Any) -> Service:
     tokenizer = load_tokenizer(str(ROOT / MODEL))
-    return Service(ServerConfig(**options), ["tiny"], "path", client or FakeClient(), tokenizer, renderer)
+    config = ServerConfig(**options)
+    metrics = ServerMetrics("tiny", config.conductor_config.limits)
+    return Service(config, ["tiny"], "path", client or FakeClient(), metrics, tokenizer, renderer)
 
 
 def http_of(service: Service) -> httpx.AsyncClient:

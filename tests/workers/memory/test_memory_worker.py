@@ -1,6 +1,7 @@
 """A memory worker at the end of a real channel: it computes the right thing, bit for bit the same however it is split.
 
-Covers: lamina/workers/memory/epoch_server.py.
+Covers: lamina/workers/memory/epoch_bind.py, lamina/workers/memory/epoch_messages.py,
+lamina/workers/memory/epoch_server.py.
 """
 
 from __future__ import annotations

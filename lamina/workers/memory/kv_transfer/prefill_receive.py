@@ -57,10 +57,11 @@ class PrefillReceiver:
         trace: Recorder = NULL_RECORDER,
         clock: Callable[[], float] = time.monotonic,
         epoch: int = 0,
+        loads: KvLoader | None = None,
     ) -> None:
-        """``store``: its Bind says how many prefill workers there are."""
+        """``store``: its Bind says how many prefill workers there are. ``loads``: if pages are loaded."""
         self._store, self._meter, self._trace, self._clock, self._view = store, meter, trace, clock, epoch
-        self.loads: KvLoader | None = None  # set before ``expect`` if pages are loaded
+        self._loads = loads
         self._links: list[TransferLink] = []  # by prefill worker; those of a group are consecutive
         self._stages = store.bind_request.prefill_pipeline  # of a group
         self._ahead = max_grants_in_flight(self._stages, store.tables.windows)  # grants of a group at a time
@@ -181,8 +182,8 @@ class PrefillReceiver:
         grants, last = self._open[group], self._links[self._group(group)[-1]]
         while grants and all(transfer.next_part is None for transfer in grants[0].transfers):
             op = grants.popleft().op
-            if self.loads is not None:
-                self.loads.settle(op.sequence)  # tokens before these, which the prefill worker has fetched
+            if self._loads is not None:
+                self._loads.settle(op.sequence)  # tokens before these, which the prefill worker has fetched
             self._store.committed.commit([op.rows])
             last.send_part(op.step, 0, NOTHING, self._staging)
 

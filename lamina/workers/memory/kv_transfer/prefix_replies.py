@@ -51,11 +51,12 @@ class PrefixReplies:
         trace: Recorder = NULL_RECORDER,
         epoch: int = 0,
         around: Runtime = RUNTIME,
+        loads: KvLoader | None = None,
     ) -> None:
-        """``links``: to all prefill workers; opened here."""
+        """``links``: to all prefill workers; opened here. ``loads``: if pages are loaded."""
         self._store, self._meter, self._trace, self._epoch = store, meter, trace, epoch
         self._offers: dict[int, _Offer] = {}  # by sequence
-        self.loads: KvLoader | None = None  # set before ``begin`` if pages are loaded
+        self._loads = loads
         self._changed = around.condition()  # protects them
         each = inbox(max_block_bytes(store))
         links.open(SILENCE_S, CONNECT_S, CONNECT_S, self.answer, (each, each), store.device)
@@ -72,7 +73,7 @@ class PrefixReplies:
                     continue  # the request is refused
                 self._store.staging.record_event()()  # the device has written them
                 with self._changed:
-                    load = self.loads.load_of(op.sequence) if self.loads else None
+                    load = self._loads.load_of(op.sequence) if self._loads else None
                     self._offers[op.sequence] = _Offer(op, ids, load)
                     self._changed.notify_all()
 
@@ -88,8 +89,8 @@ class PrefixReplies:
             raise TransferRefusedError(f"no plan lets a prefill worker fetch this: {ask}")
 
         def gather_loaded(stored: Tensor, ids: Sequence[int], message: Tensor, staging: Staging) -> None:
-            if offer.load is not None and self.loads is not None:
-                self.loads.wait_for_reply(offer.load, layer)
+            if offer.load is not None and self._loads is not None:
+                self._loads.wait_for_reply(offer.load, layer)
             gather(stored, ids, message, staging)
 
         for layer in range(ask.first_layer, ask.last_layer):

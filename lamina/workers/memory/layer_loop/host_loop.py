@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,15 +10,11 @@ from lamina.netstack import Arrival, Channel
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
 from lamina.workers.memory.attention_step import AttentionStep, StoredAttention, StoredKvRows
+from lamina.workers.memory.epoch_messages import RESERVE_S, MessageInbox
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.offload.kv_load import KvLoader
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.staging import EMPTY_BYTES
-
-if TYPE_CHECKING:
-    from lamina.workers.memory.epoch_server import MessageInbox
-
-RESERVE_S = 60.0  # seconds for a compute worker to free a slot
 
 
 class HostLayerLoop:

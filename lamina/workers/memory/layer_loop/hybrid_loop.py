@@ -9,8 +9,9 @@ from lamina.observe.trace import Event
 from lamina.protocol.mixers import Exchange
 from lamina.protocol.step_plan import MessageKey, MessageKind
 from lamina.workers.memory.attention_step import AttentionStep
+from lamina.workers.memory.epoch_messages import RESERVE_S
 
-from .host_loop import RESERVE_S, HostLayerLoop
+from .host_loop import HostLayerLoop
 
 
 class HybridLayerLoop(HostLayerLoop):

@@ -21,9 +21,10 @@ from lamina.ops.attention import Operator
 from lamina.protocol.codec import FP32_BYTES
 from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
 from lamina.workers.memory.attention_step import AttentionStep, GroupAttentionStep, WritePositions
+from lamina.workers.memory.epoch_messages import RESERVE_S
 from lamina.workers.memory.kv_store import KvStore
 
-from .host_loop import RESERVE_S, HostLayerLoop, unexpected_message
+from .host_loop import HostLayerLoop, unexpected_message
 
 try:
     from lamina.workers.memory._memory import Loop, RoundStep
