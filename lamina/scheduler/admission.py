@@ -106,7 +106,7 @@ class Admission:
         candidates.placement = DecodePlacement(to, tuple(here.loads), fit.location, reason, here.left)
         here.loads[to] += sequence.num_tokens_with_placeholders
         self._join(candidates, here.batches[to], fit)
-        if not candidates.on_prefill_worker and not sequence.num_loading_tokens:
+        if not candidates.on_prefill_worker and not sequence.transfer.loading_tokens:
             missing = sequence.num_tokens_with_placeholders - sequence.num_computed_tokens
             here.budgets[to] -= self._chunk_policy.next_chunk(missing, here.budgets[to], sequence.num_computed_tokens)
         return Verdict.BEGINS

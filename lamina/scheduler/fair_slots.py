@@ -38,5 +38,5 @@ def find_exchange(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> t
 
 def _may_stop(sequence: Sequence) -> bool:
     """Return whether none of its KV is in transfer."""
-    in_transfer = sequence.num_pending_prefill_chunks or sequence.num_loading_tokens or sequence.is_migrating
-    return not (in_transfer or sequence.is_hidden or sequence.awaits_block_scores)
+    transfer = sequence.transfer
+    return not (transfer.awaits_report or transfer.writes_blocks or sequence.is_hidden)

@@ -49,7 +49,7 @@ class Preemption:
         newest = batch.running[::-1]  # hidden sequences first, since answers depend on which one is preempted
         newest.sort(key=lambda s: (not s.is_hidden, -s.priority))
         victim = next(filter(helps, newest), batch.running[-1])
-        if victim.num_pending_prefill_chunks or victim.num_loading_tokens:
+        if victim.transfer.writes_blocks:
             picked.popitem()
             return None
         picked.pop(victim, None)

@@ -168,8 +168,9 @@ class PrefillDispatcher(Feature):
 
     def assign(self, sequence: Sequence) -> None:
         """Queue a started sequence at its worker, which has all tokens that have KV on the memory workers."""
-        sequence.prefill_worker = self.slo_admission.reserve(sequence)
-        worker = self.workers[sequence.prefill_worker]
+        number = self.slo_admission.reserve(sequence)
+        sequence.set_transfer(prefill_worker=number)
+        worker = self.workers[number]
         worker.prompts.append(sequence)
         cache, begun = worker.prompt_cache, sequence.num_computed_tokens
         moved = begun
@@ -185,14 +186,15 @@ class PrefillDispatcher(Feature):
 
     def assign_when_loaded(self, sequence: Sequence) -> None:
         """Let a started sequence wait until enough of its stored tokens is loaded, and then queue it at its worker."""
-        sequence.prefill_worker = self.slo_admission.reserve(sequence)
-        self.workers[sequence.prefill_worker].loading[sequence] = self.slo_admission.now_s()
+        number = self.slo_admission.reserve(sequence)
+        sequence.set_transfer(prefill_worker=number)
+        self.workers[number].loading[sequence] = self.slo_admission.now_s()
 
     def begin_round(self, scheduling: Scheduling) -> None:
         """Queue sequences at their workers of which enough is loaded: the rest follows, layer by layer."""
         for worker in self.workers:
-            for sequence in [s for s in worker.loading if 0 < s.num_computed_tokens == s.num_loading_tokens]:
-                self.overlapped[sequence] = worker.loading.pop(sequence), sequence.num_loading_tokens
+            for sequence in [s for s in worker.loading if 0 < s.num_computed_tokens == s.transfer.loading_tokens]:
+                self.overlapped[sequence] = worker.loading.pop(sequence), sequence.transfer.loading_tokens
                 self.assign(sequence)
 
     def on_loaded(self, sequence: Sequence) -> tuple[()]:
@@ -200,13 +202,17 @@ class PrefillDispatcher(Feature):
         if (early := self.overlapped.pop(sequence, None)) is not None:
             self._on_rest_loaded(sequence, *early)
             return ()
-        worker = None if sequence.prefill_worker is None else self.workers[sequence.prefill_worker]
+        worker = self._worker_of(sequence)
         if worker is not None and (began := worker.loading.pop(sequence, None)) is not None:
             if sequence.num_computed_tokens:
                 self.slo_admission.on_stored_loaded(sequence.num_computed_tokens, self.slo_admission.now_s() - began)
             if not sequence.finished:
                 self.assign(sequence)
         return ()
+
+    def _worker_of(self, sequence: Sequence) -> _PrefillWorkerState | None:
+        number = sequence.transfer.prefill_worker
+        return None if number is None else self.workers[number]
 
     def _on_rest_loaded(self, sequence: Sequence, began_s: float, tokens: int) -> None:
         """End an overlapped load. If that has failed, compute workers run the rest, after the chunks in flight."""
@@ -215,9 +221,9 @@ class PrefillDispatcher(Feature):
             self.slo_admission.on_stored_loaded(tokens, now_s - began_s)
             if (lent := self._lenders.get(sequence)) is not None:
                 lent.loaded_s = now_s
-        elif sequence.num_pending_prefill_chunks and sequence.prefill_worker is not None:
-            self._withdraw(sequence, self.workers[sequence.prefill_worker])
-        elif sequence.prefill_worker is not None:
+        elif (worker := self._worker_of(sequence)) is not None and sequence.transfer.prefill_chunks:
+            self._withdraw(sequence, worker)
+        elif worker is not None:
             self.leave_to_compute_workers(sequence)
 
     def _withdraw(self, sequence: Sequence, worker: _PrefillWorkerState) -> None:
@@ -250,13 +256,12 @@ class PrefillDispatcher(Feature):
         self.slo_admission.remove(sequence)
         self._return(sequence)
         self.overlapped.pop(sequence, None)
-        if sequence.prefill_worker is not None:
-            worker = self.workers[sequence.prefill_worker]
+        if (worker := self._worker_of(sequence)) is not None:
             worker.loading.pop(sequence, None)
             self._withdraw(sequence, worker)
             if worker.computing is sequence:
                 self._start_next(worker)
-            sequence.prefill_worker = None
+            sequence.set_transfer(prefill_worker=None)
 
     def roll_back(self, loss: Loss) -> None:
         """Remove all prompts from the workers, and those of finished sequences for good. Step numbers only grow."""
@@ -308,9 +313,8 @@ class PrefillDispatcher(Feature):
 
     def next_grant(self, sequence: Sequence) -> PrefillGrant | None:
         """Return a grant for the next chunk of ``sequence``, if its worker can take one."""
-        if sequence.prefill_worker is None:
+        if (worker := self._worker_of(sequence)) is None:
             return None
-        worker = self.workers[sequence.prefill_worker]
         if len(worker.in_flight) >= self._ahead or not worker.prompts or worker.prompts[0] is not sequence:
             return None
         count = min(self._chunk, sequence.num_prefill_tokens - sequence.num_computed_tokens)
@@ -345,7 +349,7 @@ class PrefillDispatcher(Feature):
         if worker.computing is None:
             self._start_next(worker)
         sequence.num_computed_tokens += grant.count
-        sequence.num_pending_prefill_chunks += 1
+        sequence.set_transfer(prefill_chunks=sequence.transfer.prefill_chunks + 1)
         sequence.num_output_placeholders += len(draws)
         if is_last:
             worker.prompts.popleft()
@@ -386,15 +390,15 @@ class PrefillDispatcher(Feature):
             loaded_s = math.inf if sequence in self.overlapped else lent.loaded_s
             loading_s = min(step.fetch_s, max(0.0, loaded_s - load.chunk_began_s)) if lent.source is None else None
             self.slo_admission.on_prefix_fetched(sequence, lent.tokens, step.fetch_s, ahead_s, loading_s)
-        sequence.num_pending_prefill_chunks -= 1
-        ends = not sequence.num_pending_prefill_chunks and sequence not in load.prompts
+        sequence.set_transfer(prefill_chunks=sequence.transfer.prefill_chunks - 1)
+        ends = not sequence.transfer.prefill_chunks and sequence not in load.prompts
         if step.sampled_sequences or (ends and sequence.evicts_kv):
             part = 1.0 if load.is_waiting_for_prefix else self.slo_admission.stage_share(sequence)
             self.slo_admission.on_prefill_done(sequence, load.chunk_began_s, part)
             if load.prompt_cache:
                 load.prompt_cache.on_computed(sequence)
             self._start_next(load, follows=True)
-            sequence.prefill_worker = None
+            sequence.set_transfer(prefill_worker=None)
         elif ends:  # its load has failed
             self.leave_to_compute_workers(sequence)
 

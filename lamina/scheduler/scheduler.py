@@ -159,9 +159,7 @@ class Scheduler:
     @property
     def must_wait_for_transfer(self) -> bool:
         """True if a transfer holds up a sequence, so that the engine has to wait for it."""
-        waits = (
-            s.num_loading_tokens or s.awaits_block_scores or s.is_migrating or s.is_schedulable for s in self.running
-        )
+        waits = (s.transfer.awaits_report or s.is_schedulable for s in self.running)
         return self.has_transfers and (self.num_waiting > 0 or any(waits))
 
     def on_report(self, report: Report) -> TransferResult | None:
@@ -354,9 +352,7 @@ class Scheduler:
 
     def _drop_finished(self, batch: Batch) -> None:
         """Remove finished sequences, except those whose K and V are still in transfer."""
-        ended = [
-            s for s in batch.running if s.finished and not s.num_pending_prefill_chunks and not s.num_loading_tokens
-        ]
+        ended = [s for s in batch.running if s.finished and not s.transfer.writes_blocks]
         first = self.batches[0].ops
         for sequence in ended:
             op = Free(sequence.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lamina.kv.sparsity import BlockScores
 from lamina.protocol.control import SampledToken
@@ -19,6 +19,44 @@ if TYPE_CHECKING:
     from .prefix_index import PageKeys
 
 FULL_ATTENTION_SALT = b" dense"  # added to the salt of sequences that attend all KV on a sparse engine
+
+
+class KvTransfer(NamedTuple):
+    """The KV of a sequence in transfer, which no rows of compute workers bring. Each part is set by one feature.
+
+    ``loading_tokens``: those whose KV is being loaded. ``prefill_worker``: the one that computes its prompt.
+    ``prefill_chunks``: chunks there whose K and V are not stored yet. ``is_scored``: memory workers report scores, and
+    then its blocks are dropped. ``is_migrating``: its KV moves to another memory worker.
+    """
+
+    loading_tokens: int = 0
+    prefill_worker: int | None = None
+    prefill_chunks: int = 0
+    is_scored: bool = False
+    is_migrating: bool = False
+
+    @property
+    def awaits_report(self) -> bool:
+        """True if the report of a memory worker ends a part of it."""
+        return self.loading_tokens > 0 or self.is_scored or self.is_migrating
+
+    @property
+    def writes_blocks(self) -> bool:
+        """True if blocks of the sequence are being written, so that they cannot be freed."""
+        return self.loading_tokens > 0 or self.prefill_chunks > 0
+
+    @property
+    def lacks_kv(self) -> bool:
+        """True if memory workers have not all KV of its computed tokens, or a prefill worker has more to come."""
+        return self.writes_blocks or self.prefill_worker is not None
+
+    def holds_rows(self, num_computed_tokens: int) -> bool:
+        """Return whether the sequence has no rows now. Once enough is loaded, it has its first ones."""
+        loads = self.loading_tokens > 0 and num_computed_tokens != self.loading_tokens
+        return loads or self.prefill_worker is not None or self.is_scored or self.is_migrating
+
+
+NO_TRANSFER = KvTransfer()
 
 
 @dataclass(eq=False)
@@ -56,16 +94,13 @@ class Sequence:
     full_attention: bool = False  # it attends all of its KV, on a sparse engine
     kv_budget: int = 0  # tokens that it keeps or attends; 0: the engine's default
     block_scores: BlockScores | None = None  # set for a sparse one that has had rows
-    awaits_block_scores: bool = False  # it has no rows until memory workers report scores and its blocks are dropped
     snapshot_lengths: list[int] = field(default_factory=list)  # where its steps end, to take snapshots of its states
-    num_loading_tokens: int = 0  # tokens whose KV is being loaded; meanwhile it has no rows, or only its first ones
+    transfer: KvTransfer = NO_TRANSFER  # set by ``set_transfer``
     num_output_placeholders: int = 0  # tokens being sampled by steps in flight
     # Tokens sampled during a load of its KV. They are dropped if the load fails, since their rows attended it.
     early_tokens: list[SampledToken] = field(default_factory=list)
     num_discarded_samples: int = 0  # tokens to drop from steps in flight, after a failed load
-    prefill_worker: int | None = None  # the one that computes its prompt; meanwhile the sequence has no rows
     do_not_cache: bool = False  # no other prompt may reuse its KV, such as after a reset of the prefix cache
-    num_pending_prefill_chunks: int = 0  # chunks there whose K and V are not stored yet
     num_preemptions: int = 0  # how often it was preempted
     is_accepted: bool = False  # an earlier engine or server has accepted it, so it is not refused for load
     # Prompt tokens whose log-probabilities are known or requested, less the first.
@@ -73,7 +108,6 @@ class Sequence:
     # Tokens of the completion that compute workers have counted for penalties, under this id; -1: none were sent.
     num_tokens_in_penalties: int = -1
     finished: bool = False
-    is_migrating: bool = False  # its KV moves to another memory worker; meanwhile it has no rows
     # The caller chooses its tokens by ``set_external_token``; else workers sample them.
     external_sampling: bool = False
     awaits_external_token: bool = False  # its last logits have arrived, and the caller has not chosen yet
@@ -124,16 +158,14 @@ class Sequence:
     def is_schedulable(self) -> bool:
         """True if it may have rows.
 
-        It has none while a prefill worker computes it, while its blocks are scored, or while its KV is loaded, except
-        its first rows once enough is loaded. It has none once its last token is known or being sampled, and none while
-        the caller has to choose a token.
+        It has none while its KV is in transfer, except its first rows once enough is loaded. It has none once its last
+        token is known or being sampled, and none while the caller has to choose a token.
         """
         promised = len(self.tokens) + self.num_output_placeholders
         ended = (
             self.finished or promised >= self.max_len or (self.external_sampling and self.num_output_placeholders > 0)
         )
-        loads = self.num_loading_tokens > 0 and self.num_computed_tokens != self.num_loading_tokens
-        waits = self.prefill_worker is not None or loads or self.awaits_block_scores or self.is_migrating
+        waits = self.transfer.holds_rows(self.num_computed_tokens)
         return not ended and not waits and self.num_computed_tokens < promised
 
     @property
@@ -162,6 +194,10 @@ class Sequence:
         known = self.tokens[first : first + count]
         return known if len(known) == count else known + [-1] * (count - len(known))
 
+    def set_transfer(self, **parts: Any) -> None:
+        """Set parts of its KvTransfer, by their names."""
+        self.transfer = self.transfer._replace(**parts)
+
     def start_after_load(self, valid: int) -> None:
         """End a load of which ``valid`` tokens have arrived. Samples of rows that attended other tokens are dropped."""
         self.num_computed_tokens = self.num_cached_tokens = valid
@@ -175,7 +211,7 @@ class Sequence:
         if self.num_discarded_samples:
             self.num_discarded_samples -= 1
             return True
-        if self.num_loading_tokens:
+        if self.transfer.loading_tokens:
             self.early_tokens.append(drawn)
             return True
         return False
@@ -217,15 +253,12 @@ class Sequence:
         self.awaits_external_token = False
         kept = min(kept, len(self.tokens) - 1)
         # Other sequences may hold the blocks that it began with.
-        whole = self.prefill_worker is None and kept >= self.num_cached_tokens
+        whole = self.transfer.prefill_worker is None and kept >= self.num_cached_tokens
         whole = whole and not self.evicts_kv  # dropped KV is needed to recompute the rest
         self.num_computed_tokens = min(self.num_computed_tokens, kept) if whole else 0
-        self.num_output_placeholders = self.num_pending_prefill_chunks = self.num_loading_tokens = (
-            self.num_discarded_samples
-        ) = 0
+        self.num_output_placeholders = self.num_discarded_samples = 0
         self.early_tokens.clear()
-        self.logits_stale = self.is_migrating = False
-        self.prefill_worker = None
+        self.logits_stale, self.transfer = False, NO_TRANSFER
 
     @property
     def follows(self) -> Sequence | None:
@@ -243,9 +276,8 @@ class Sequence:
     def reset_computed(self) -> None:
         """Reset its progress. All known tokens will be recomputed under a new id."""
         self.id, self.awaits_external_token = -1, False
-        self.num_computed_tokens = self.num_cached_tokens = self.num_loading_tokens = self.num_tokens_offloaded = 0
-        self.num_tokens_in_penalties = -1
-        self.awaits_block_scores = self.is_migrating = False
+        self.num_computed_tokens = self.num_cached_tokens = self.num_tokens_offloaded = 0
+        self.num_tokens_in_penalties, self.transfer = -1, NO_TRANSFER
         if self.block_scores is not None:
             self.block_scores.reset()
 

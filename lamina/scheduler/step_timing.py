@@ -27,7 +27,7 @@ class StepTimer(Feature):
         """Note when a round, and each of its loads, began."""
         now = self._clock()
         self._began[draft.round] = now
-        if self._swap and any(sequence.num_loading_tokens for sequence in draft.picked):
+        if self._swap and any(sequence.transfer.loading_tokens for sequence in draft.picked):
             self._mixed.add(draft.round)
         self._loads |= {op.sequence: now for op in draft.batch.ops if isinstance(op, LoadKv)}
 

@@ -273,7 +273,7 @@ def test_a_prompt_that_a_prefill_worker_has_in_part_begins_anew() -> None:
     kept = Kept()
     assert scheduler.roll_back([second], kept) == []
     assert kept.asked == [SurvivingKv(0, 8)]
-    assert (sequence.id, sequence.num_computed_tokens, sequence.prefill_worker) == (-1, 0, None)
+    assert (sequence.id, sequence.num_computed_tokens, sequence.transfer.prefill_worker) == (-1, 0, None)
     assert tables.free_blocks == (BLOCKS,)
 
 
@@ -287,7 +287,7 @@ def test_prompts_at_prefill_workers_begin_anew() -> None:
     assert [c.sequences for c in chunks] == [[sequences[0]]] * 2
     assert scheduler.roll_back([*steps, *chunks], all_of_it) == []
     assert tables.free_blocks == (BLOCKS,)
-    assert [(s.id, s.prefill_worker, s.num_pending_prefill_chunks, s.num_computed_tokens) for s in sequences] == [
+    assert [(s.id, s.transfer.prefill_worker, s.transfer.prefill_chunks, s.num_computed_tokens) for s in sequences] == [
         (-1, None, 0, 0)
     ] * 2
     (step,) = scheduler.schedule()

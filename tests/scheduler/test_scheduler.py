@@ -110,7 +110,7 @@ def test_who_is_preempted_beside_a_prefill_worker() -> None:
         for step in steps:
             decoding.append(7)
             scheduler.on_step_done(step)
-    assert (len(decoding.tokens), prompt.num_pending_prefill_chunks, scheduler.num_preemptions) == (29, 2, 0), (
+    assert (len(decoding.tokens), prompt.transfer.prefill_chunks, scheduler.num_preemptions) == (29, 2, 0), (
         "it waits for K and V"
     )
     for chunk in chunks:
@@ -118,7 +118,7 @@ def test_who_is_preempted_beside_a_prefill_worker() -> None:
     (step,) = scheduler.schedule()
     assert step.sequences == [decoding]
     assert isinstance(step.plan.ops[0], Free)
-    assert (scheduler.num_preemptions, prompt.prefill_worker, prompt.num_computed_tokens) == (1, None, 0)
+    assert (scheduler.num_preemptions, prompt.transfer.prefill_worker, prompt.num_computed_tokens) == (1, None, 0)
     assert [c.sequences for c in scheduler.take_prefill_steps()] == [[behind]] * 2, (
         "the worker goes on with the next prompt"
     )
@@ -136,7 +136,7 @@ def test_prompts_go_to_the_prefill_worker_with_the_least_to_do() -> None:
     for sequence in sequences:
         scheduler.add(sequence)
     steps = scheduler.schedule()
-    assert [s.prefill_worker for s in sequences] == [0, 1, None, 1, None, 0], (
+    assert [s.transfer.prefill_worker for s in sequences] == [0, 1, None, 1, None, 0], (
         "the fifth waits for worker 1, which has two; the last one need not wait for that"
     )
     assert [[len(s.prompt) for s in step.sequences] for step in steps] == [[], [1]], "a single token is decoded at once"

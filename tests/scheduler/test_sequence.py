@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sequence import KvTransfer, Sequence
 
 STOP, OTHER = 7, 8
 
 
-def sequence(**changes: int) -> Sequence:
+def sequence(**changes: Any) -> Sequence:
     params = SamplingParams(max_tokens=9, min_tokens=changes.pop("min_tokens", 0))
     made = Sequence(1, params, 0, [1, 2, 3], CompletionOutput(0), changes.pop("max_len", 6), frozenset([STOP]))
     for name, value in changes.items():
@@ -103,7 +105,10 @@ def test_what_was_drawn_while_it_was_loaded_is_drawn_again(drawn: int) -> None:
     that were never reported.
     """
     one = sequence(
-        num_loading_tokens=2, num_cached_tokens=2, num_computed_tokens=2 + drawn, num_output_placeholders=drawn
+        transfer=KvTransfer(loading_tokens=2),
+        num_cached_tokens=2,
+        num_computed_tokens=2 + drawn,
+        num_output_placeholders=drawn,
     )
     one.roll_back(2 + drawn)
     assert (one.num_computed_tokens, one.num_output_placeholders, one.is_schedulable) == (2, 0, True)
@@ -126,3 +131,38 @@ def test_logits_that_come_behind_a_choice_are_of_the_token_before() -> None:
     one.num_computed_tokens, one.num_output_placeholders = 4, 1
     one.on_logits_ready()
     assert one.awaits_external_token
+
+
+@pytest.mark.parametrize(
+    ("transfer", "awaits_report", "writes_blocks", "lacks_kv"),
+    [
+        (KvTransfer(), False, False, False),
+        (KvTransfer(loading_tokens=3), True, True, True),
+        (KvTransfer(prefill_worker=0), False, False, True),
+        (KvTransfer(prefill_worker=0, prefill_chunks=1), False, True, True),
+        (KvTransfer(is_scored=True), True, False, False),
+        (KvTransfer(is_migrating=True), True, False, False),
+    ],
+)
+def test_what_is_awaited_decides_whether_blocks_can_be_freed_and_kv_is_whole(
+    transfer: KvTransfer, awaits_report: bool, writes_blocks: bool, lacks_kv: bool
+) -> None:
+    assert (transfer.awaits_report, transfer.writes_blocks, transfer.lacks_kv) == (
+        awaits_report,
+        writes_blocks,
+        lacks_kv,
+    )
+
+
+def test_a_sequence_has_rows_only_where_no_transfer_holds_them() -> None:
+    one = sequence(num_computed_tokens=2)
+    assert one.is_schedulable
+    for part in ({"prefill_worker": 0}, {"is_scored": True}, {"is_migrating": True}, {"loading_tokens": 3}):
+        one.transfer = KvTransfer(**part)
+        assert not one.is_schedulable, part
+    one.transfer = KvTransfer(loading_tokens=2)
+    assert one.is_schedulable, "its first rows, as enough is loaded"
+    one.set_transfer(is_migrating=True)
+    assert one.transfer == KvTransfer(loading_tokens=2, is_migrating=True)
+    one.reset_computed()
+    assert one.transfer == KvTransfer()

@@ -235,7 +235,8 @@ def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: OffloadIndex, sequence: Sequence, wanted: Any, spare_s: float) -> Any:
         ops = right(self, sequence, wanted, spare_s)
-        sequence.num_loading_tokens, sequence.num_computed_tokens = 0, wanted.length
+        sequence.num_computed_tokens = wanted.length
+        sequence.set_transfer(loading_tokens=0)
         return ops
 
     monkeypatch.setattr(OffloadIndex, "begin_load", wrong)
@@ -272,7 +273,7 @@ MISTAKES = {
         Scheduler, "roll_back", lambda self, steps, kept, right=Scheduler.roll_back: right(self, [], kept)
     ),
     "num_output_placeholders": keeping(Sequence, "roll_back", "num_output_placeholders"),
-    "num_pending_prefill_chunks": keeping(Sequence, "roll_back", "num_pending_prefill_chunks"),
+    "transfer": keeping(Sequence, "roll_back", "transfer"),
     "num_tokens_in_penalties": replacing(Scheduler, "resend_penalties", lambda self: None),
     "num_scored_prompt_tokens": scores_kept,
     "of those that wait": waiting_kept,

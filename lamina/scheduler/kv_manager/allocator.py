@@ -131,11 +131,9 @@ class KvAllocator:
         """Free blocks, less those for the rows ``wanted`` in this round, and for the rest of running prefills."""
         left = subtract(list(self._accounting.free_blocks), list(self._accounting.blocks_needed(next_rows(wanted))))
         for sequence in running:
-            there = max(sequence.num_computed_tokens, sequence.num_loading_tokens)
+            there = max(sequence.num_computed_tokens, sequence.transfer.loading_tokens)
             missing = sequence.num_tokens_with_placeholders - there - wanted.get(sequence, 0)
-            if missing > 0 and (
-                sequence.is_schedulable or sequence.prefill_worker is not None or sequence.num_loading_tokens
-            ):
+            if missing > 0 and (sequence.is_schedulable or sequence.transfer.lacks_kv):
                 whole, part = (
                     self.max_blocks(sequence.location, sequence.num_tokens_with_placeholders - n) for n in (0, missing)
                 )

@@ -150,7 +150,7 @@ class KvMigration(Feature):
             for sequence in ready:
                 if (lane := self._shard_with_room(sequence, left)) is not None:
                     batches[0].ops += [self._prefix_cache.evict(n) for n in gone]
-                    sequence.is_migrating = True
+                    sequence.set_transfer(is_migrating=True)
                     return sequence, StripeRun(0, 0, lane)
         self._stuck = len(ready) == len(there)
         return None
@@ -182,7 +182,7 @@ class KvMigration(Feature):
             first.ops.append(Free(copy.number))
             self._copy, self._fails = None, self._failed
             if of is not None:
-                of[0].is_migrating = False
+                of[0].set_transfer(is_migrating=False)
         elif self._stored >= self._ranks:
             sequence, batch = of
             batch.ops.append(CommitMigration(sequence.id, copy.number, place))
@@ -192,7 +192,8 @@ class KvMigration(Feature):
                 -(-sequence.num_computed_tokens // self._accounting.block_size),
             )
             self.num_moved_blocks += stripes * self._accounting.placement.stripe or whole
-            self._copy, sequence.is_migrating = None, False
+            self._copy = None
+            sequence.set_transfer(is_migrating=False)
 
     def _next_copy(self, running: list[Sequence], blocks: list[int]) -> tuple[Sequence, StripeRun] | None:
         """The next stripes to copy into ``blocks``: the last ones of a run that fit at home. Shared stripes stay."""
@@ -241,7 +242,4 @@ class KvMigration(Feature):
 
     @staticmethod
     def _can_move(sequence: Sequence) -> bool:
-        waits = (
-            sequence.num_loading_tokens or sequence.num_pending_prefill_chunks or sequence.prefill_worker is not None
-        )
-        return sequence.is_decoding and not waits and not sequence.is_hidden
+        return sequence.is_decoding and not sequence.transfer.lacks_kv and not sequence.is_hidden

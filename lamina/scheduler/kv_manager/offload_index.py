@@ -308,10 +308,8 @@ class OffloadIndex(Feature):
         return ops
 
     def _may_fill(self, sequence: Sequence) -> bool:
-        if sequence.prefill_worker is not None:  # some of its K and V may still come
-            return False
         alone = sequence.discarded_ranges or sequence.do_not_cache  # no other sequence may find its KV
-        lacks_kv = sequence.has_dropped_blocks or sequence.num_loading_tokens
+        lacks_kv = sequence.has_dropped_blocks or sequence.transfer.lacks_kv
         return not (self._most or alone or lacks_kv or sequence.finished)
 
     def save_ops(self, sequence: Sequence, length: int) -> list[SaveKv]:
@@ -491,7 +489,7 @@ class OffloadIndex(Feature):
                 valid if valid == loading.loadable.length else valid // self.whole_page_tokens * self.whole_page_tokens
             )
             sequence.start_after_load(valid)
-        sequence.num_loading_tokens = 0
+        sequence.set_transfer(loading_tokens=0)
         self.num_hit_tokens += 0 if loading.loadable.is_swapped else valid
         return TransferResult(sequence, op.sequence, loading.error)
 
@@ -539,7 +537,7 @@ class OffloadIndex(Feature):
             self.num_queried_tokens += sequence.num_tokens_with_placeholders - sequence.num_computed_tokens
         if start is None or start.source is not None:
             return []
-        sequence.num_loading_tokens = start.length
+        sequence.set_transfer(loading_tokens=start.length)
         return self.begin_load(sequence, start, self._spare_s(candidates, start))
 
     @staticmethod

@@ -39,7 +39,7 @@ class PrefetchHints:
 
     def next_ops(self, waiting: Several[Sequence], find: Callable[[Sequence], KvStart | None]) -> list[PrefetchHint]:
         """Return the next plan's hints. ``waiting``: in queue order. ``find``: returns what a sequence can load."""
-        loading = [s for s in self._hinted if s.num_loading_tokens]
+        loading = [s for s in self._hinted if s.transfer.loading_tokens]
         line = (len(waiting), waiting[:1], waiting[-1:], len(loading))
         if line == self._queue:
             return []

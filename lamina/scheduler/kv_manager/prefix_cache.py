@@ -163,7 +163,7 @@ class PrefixCache(Feature):
         hit = self.longest_cached(beginnings)
         coming = self.pending_match(beginnings, hit)
         if coming is not None and not candidates.is_for_prefill_worker(beginnings[-1].length):
-            soon = not coming.num_loading_tokens and coming.prefill_worker is None
+            soon = not coming.transfer.lacks_kv
             candidates.verdict = Verdict.HOLDS_UP if soon else Verdict.STEPS_ASIDE
         elif hit is not None:
             candidates.starts.append(hit)
@@ -351,9 +351,7 @@ class PrefixCache(Feature):
         """Return True if KV of ``length`` tokens exists before the plans of this round."""
         held = self._held[number]
         sequence = held.sequence
-        # And memory workers have not all of it.
-        comes = sequence.num_loading_tokens or sequence.prefill_worker is not None
-        return held.until is not None or (sequence.num_computed_tokens >= length and not comes)
+        return held.until is not None or (sequence.num_computed_tokens >= length and not sequence.transfer.lacks_kv)
 
     def _chain(self, sequence: Sequence, length: int) -> tuple[int, list[bytes]]:
         """Return the tokens of the pages of the first ``length`` tokens, and their keys. The last page may be partial,

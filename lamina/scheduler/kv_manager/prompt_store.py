@@ -188,7 +188,7 @@ class PromptCache:
         others = list(self._index.sequences(self._place, keys[-1])) if keys else []
         for other in others:  # they have all of it
             self._cached.move_to_end(other)
-        loads = sequence.num_loading_tokens > 0  # a load that fails would have spoilt it
+        loads = sequence.transfer.loading_tokens > 0  # a load that fails would have spoilt it
         if others or not keys or not keep or loads or not self._make_room():
             self._ops.append(Free(number))
             self._index.drop(self._place, keys)

@@ -70,7 +70,7 @@ class BlockPruner(Feature):
                 known.num_rows += rows
                 known.num_missing_reports += self._num_workers
                 self._requested[sequence.id] = sequence
-                sequence.awaits_block_scores = stop >= known.num_due
+                sequence.set_transfer(is_scored=stop >= known.num_due)
         return ops
 
     def on_report(self, report: Report) -> None:
@@ -86,10 +86,10 @@ class BlockPruner(Feature):
         if known.num_missing_reports:
             return
         del self._requested[report.sequence]
-        if sequence.awaits_block_scores:
+        if sequence.transfer.is_scored:
             blocks = known.drop(sequence.num_computed_tokens, self._budget_of(sequence))
             known.num_due, known.observation_window = sequence.num_computed_tokens + SCORE_TOKENS, OBSERVED_DECODE_ROWS
-            sequence.awaits_block_scores = False
+            sequence.set_transfer(is_scored=False)
             self._drop(sequence, blocks)
 
     def roll_back(self, loss: Loss) -> None:

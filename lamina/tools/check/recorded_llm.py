@@ -22,7 +22,7 @@ class InterruptedSequence(NamedTuple):
 
 
 class Interruption(NamedTuple):
-    """What an engine served when the epoch changed, and its workers until then."""
+    """The sequences of an engine when the epoch changed, and its workers until then."""
 
     running: list[InterruptedSequence]
     num_waiting: int

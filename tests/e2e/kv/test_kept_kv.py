@@ -185,7 +185,7 @@ def test_a_request_that_is_cancelled_while_its_kv_is_loaded(
         before = engine.free_blocks
         monkeypatch.setattr(HostStorage, "read", wait)
         number = engine.add([*PROMPT, 9], PARAMS)
-        while not any(s.num_loading_tokens for b in engine.scheduler.batches for s in b.running):
+        while not any(s.transfer.loading_tokens for b in engine.scheduler.batches for s in b.running):
             engine.step()
         engine.cancel(number)
         assert engine.scheduler.num_running == 1, "it is being loaded"

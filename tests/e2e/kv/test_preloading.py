@@ -94,7 +94,7 @@ def test_who_is_cancelled_while_it_is_loaded_leaves_nothing(llama_path: Path, mo
         asked_twice(llm)
         number = llm.engine.add(PROMPT, PARAMS)
         loading = llm.engine.scheduler
-        while not any(s.num_loading_tokens and s.num_computed_tokens for b in loading.batches for s in b.running):
+        while not any(s.transfer.loading_tokens and s.num_computed_tokens for b in loading.batches for s in b.running):
             llm.engine.step()
         llm.engine.cancel(number)
         llm.engine.release_idle_blocks()

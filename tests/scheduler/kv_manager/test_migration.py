@@ -348,7 +348,7 @@ def test_whole_sequences_leave_one_by_one_and_the_rest_decodes() -> None:
     house.leave()
     for left in (2, 1):
         move = house.until_moves()
-        (moving,) = [s for s in house.all if s.is_migrating]
+        (moving,) = [s for s in house.all if s.transfer.is_migrating]
         rows = {s: s.num_computed_tokens for s in house.all}
         house.step()
         assert moving.id == move.source
@@ -358,7 +358,7 @@ def test_whole_sequences_leave_one_by_one_and_the_rest_decodes() -> None:
         assert house.scheduler.has_transfers
         house.copy()
         house.step()
-        assert not moving.is_migrating
+        assert not moving.transfer.is_migrating
         assert moving.location == KvLocation(0)
     assert house.scheduler.features[KvMigration].is_drained(house.scheduler.running)
     assert not house.there
@@ -387,7 +387,7 @@ def test_where_a_copy_of_a_whole_sequence_is_not_to_be_it_goes_on_as_it_was(how:
         moving.finish("abort")
     if how == "preempted":
         assert not house.scheduler.roll_back([], lambda keep: 0)
-        assert not moving.is_migrating
+        assert not moving.transfer.is_migrating
         return
     house.copy("the link ended" if how == "fails" else "")
     house.step()
@@ -427,11 +427,11 @@ def test_who_finds_no_room_elsewhere_stays_and_what_is_retained_gives_way() -> N
 def test_nothing_leaves_before_its_prompt_is_there() -> None:
     house = Exit([40, 40], [9, 9])
     (there,) = house.there
-    there.num_pending_prefill_chunks = 1
+    there.set_transfer(prefill_chunks=1)
     house.leave()
     for _ in range(3):
         house.step()
     assert not house.ops
     assert not house.scheduler.features[KvMigration].is_drained(house.scheduler.running)
-    there.num_pending_prefill_chunks = 0
+    there.set_transfer(prefill_chunks=0)
     assert house.until_moves().source == there.id

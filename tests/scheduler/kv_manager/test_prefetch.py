@@ -48,9 +48,9 @@ def test_turns_are_told_once_in_their_order_and_taken_back() -> None:
 def test_what_is_being_loaded_is_needed_still() -> None:
     ahead, (one, two) = PrefetchHints(100), waiting(1, 2)
     ahead.next_ops([one, two], finds())
-    one.num_loading_tokens = 256
+    one.set_transfer(loading_tokens=256)
     assert ahead.next_ops([two], finds()) == []
-    one.num_loading_tokens = 0
+    one.set_transfer(loading_tokens=0)
     assert ahead.next_ops([two], finds()) == [PrefetchHint(0)]
 
 

@@ -306,10 +306,10 @@ def test_times_are_those_of_rounds_of_prompts_and_of_loads() -> None:
     assert swaps.prefill_estimate_s(1) == 2.0 / 40
     end(second, 0, 9.0)
     assert swaps.prefill_estimate_s(1) == 2.0 / 40, "a round of decoding says nothing"
-    sequence.num_loading_tokens = 32
+    sequence.set_transfer(loading_tokens=32)
     end(begin(StepPlan(step=2, ops=[], rows=[]), 9.0, sequence), 39, 99.0)
     assert swaps.prefill_estimate_s(1) == 2.0 / 40, "nor does one that may have waited for a load"
-    sequence.num_loading_tokens = 0
+    sequence.set_transfer(loading_tokens=0)
     begin(StepPlan(step=3, ops=[LoadKv(7, 1, 0, 8, [b"k"])], rows=[]), 10.0)
     sequence.num_cached_tokens = 8
     now[0] = 14.0
@@ -336,7 +336,7 @@ def test_a_reset_has_the_medium_give_up_all_but_what_is_being_loaded() -> None:
     while not (second.finished and ops_of(house, SaveKv)[-1].sequence == second.id):
         house.round()
     house.scheduler.add(again)
-    while not again.num_loading_tokens:
+    while not again.transfer.loading_tokens:
         house.round()
     loaded, saving = house.owed[-1][0], house.owed[0][0]
     house.scheduler.reset_prefix_cache(b"e" * 16)

@@ -34,7 +34,7 @@ def test_as_many_rows_are_scored_as_the_window_has() -> None:
     for window, chunk, scored in ((4, 999, [4]), (40, 270, [10, 30]), (999, 999, [PROMPT])):
         evictions, sequence = BlockPruner(replace(OPTIONS, kv_observation_window=window), SIZE, 2), make(1, PROMPT, 5)
         sequence.id, sequence.evicts_kv = 7, True
-        ops = [op for _ in range(2) if not sequence.awaits_block_scores for op in rows(evictions, sequence, chunk)[1]]
+        ops = [op for _ in range(2) if not sequence.transfer.is_scored for op in rows(evictions, sequence, chunk)[1]]
         assert [op.rows for op in ops] == scored
 
 
@@ -44,9 +44,9 @@ def test_what_is_due_of_a_sequence_that_went_is_forgotten(way: str) -> None:
     evictions, sequence = BlockPruner(OPTIONS, SIZE, 2), make(1, PROMPT, 5)
     sequence.id, sequence.evicts_kv = 7, True
     assert rows(evictions, sequence, 999) == (PROMPT, [ScoreBlocks(7, 16)], [])
-    assert sequence.awaits_block_scores
+    assert sequence.transfer.is_scored
     told(evictions, sequence, [100 - n for n in range(19)])
-    assert not sequence.awaits_block_scores
+    assert not sequence.transfer.is_scored
     if way == "begins anew":
         sequence.id = 8
     elif way == "ends":
