@@ -186,12 +186,16 @@ class MemoryResizer:
         for member in (m for m in after if m not in self._coming):
             self._send(member, self._preparing[member])
         self._exits, self._to_connect = leaves_by_itself, leaves_by_itself is not None
-        self._workers.moves_stripes |= self._to_connect
 
     @property
     def weights(self) -> list[float]:
         """Each memory worker's weight, in any unit."""
         return self._workers.topology.normalized_weights
+
+    @property
+    def copies_kv(self) -> bool:
+        """Return whether memory workers copy KV to each other before some leave."""
+        return self._exits is not None
 
     @property
     def in_progress(self) -> bool:
@@ -241,7 +245,7 @@ class MemoryResizer:
         self.new_shards = {i: seats[::size].index(m) for i, m in enumerate(before[::size]) if m in seats}
         if self._exits is not None:
             self._exits.finish()
-        self._exits, self._workers.moves_stripes = None, self._config.migrates_stripes
+        self._exits = None
         had = list(self._workers.memory_binds)
         for member in before:
             self._registry.remove(member)
@@ -416,7 +420,7 @@ class MemoryResizer:
         self.change, self._leaving_members, self._coming, self._preparing = None, [], {}, {}
         if self._exits is not None:
             self._exits.cancel()
-        self._exits, self._to_connect, self._workers.moves_stripes = None, False, self._config.migrates_stripes
+        self._exits, self._to_connect = None, False
         self._outcome = ResizeResult(why, reason=self._reason) if notify and self._on_result else None
 
     def _dismiss(self, workers: Iterable[RegisteredWorker]) -> None:

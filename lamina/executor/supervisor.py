@@ -211,10 +211,12 @@ class Supervisor:
         self._failed_workers |= {str(failure) for failure in lost.values() if not failure.is_certain}
         self.restart_budget.begin(self._registry, lost, free=all(m.on_loan for m in lost) and bool(lost))
 
-    def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady:
-        """Replace lost workers and connect all. Raises WorkersLostError, and ValueError for what a user can correct."""
+    def resume(self, keep: Sequence[SurvivingKv], *, copies_kv: bool = False) -> ComputeReady:
+        """Replace lost workers and connect all; ``copies_kv``: see WorkerGroup.connect. Raises WorkersLostError, and
+        ValueError for what a user can correct.
+        """
         self._workers.replace()
-        ready = self._workers.connect(keep)
+        ready = self._workers.connect(keep, copies_kv=copies_kv)
         self.restart_budget.end()
         self._failures |= dict.fromkeys(self._failed_workers, self._clock())
         self._failed_workers.clear()

@@ -114,7 +114,7 @@ class WorkerExecutor:
         if len(self._steps_in_flight) or self._pending_chunks:
             raise ValueError("workers cannot be connected anew while steps are in flight: wait for them first")
         with self._lock, self._end_on_error():
-            self.ready = self.workers.connect()
+            self.ready = self.workers.connect(copies_kv=self.resizer.copies_kv)
         self._expect_nothing()
         return self.ready
 
@@ -240,7 +240,8 @@ class WorkerExecutor:
         return self.workers.storage.begin_era()
 
     def _resume_workers(self, keep: Sequence[SurvivingKv]) -> None:
-        ready = self.supervisor.resume([structs.replace(each, previous_location=None) for each in keep])
+        kept = [structs.replace(each, previous_location=None) for each in keep]
+        ready = self.supervisor.resume(kept, copies_kv=self.resizer.copies_kv)
         shape, had = ((x.num_blocks, x.state_slots, x.kv_shards, x.state_shards) for x in (ready, self.ready))
         if shape != had:
             raise WorkersLostError(

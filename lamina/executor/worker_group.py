@@ -87,7 +87,6 @@ class WorkerGroup:
         self._names = registry.worker_names
         self._keys = WeakKeyDictionary[WorkerHandle, bytes]()  # memory workers on loan have keys of their own
         self.storage = KvStorage(config, self._incarnation)
-        self.moves_stripes = config.migrates_stripes  # whether memory workers connect to each other, to copy KV
         self.spare_workers = SpareWorkers(self, registry, config.launch.num_spares)
         self.degraded = DegradedReplicas(config, registry, self.start_extra, clock)
         # Known after the first ``connect``: by rank, KV memory of its memory workers and the BindRequest of the first
@@ -112,9 +111,10 @@ class WorkerGroup:
         for phase in (self._launch, self._open_memory, self._measure_memory_rates, self._load):
             phase()
 
-    def connect(self, keep: Sequence[SurvivingKv] | None = None) -> ComputeReady:
+    def connect(self, keep: Sequence[SurvivingKv] | None = None, *, copies_kv: bool = False) -> ComputeReady:
         """Connect all workers under a new epoch. No step may be in flight. ``keep``: the KV that stays; None: all.
-        Returns the merged replies of compute and prefill workers.
+        ``copies_kv``: connect memory workers to each other, also if none migrates otherwise. Returns the merged replies
+        of compute and prefill workers.
 
         Raises WorkersLostError, and ValueError for what a user can correct.
         """
@@ -122,7 +122,7 @@ class WorkerGroup:
         self._registry.begin_epoch(self.next_epoch())
         self._begin()
         readies: dict[str, ComputeReady] = {}
-        self._connect_memory(keep)
+        self._connect_memory(keep, copies_kv=copies_kv or self._config.migrates_stripes)
         self._connect_compute(readies)
         self._connect_prefill(readies, None if keep is None else [])  # unfinished prompts begin anew
         stored = [self._answer(m, StoredPages) for m in self._registry.memory if self.storage.is_enabled]
@@ -301,7 +301,7 @@ class WorkerGroup:
             if member not in self._loaded:
                 self._loaded[member] = self._answer(member, Loaded)
 
-    def _connect_memory(self, keep: Sequence[SurvivingKv] | None) -> None:
+    def _connect_memory(self, keep: Sequence[SurvivingKv] | None, *, copies_kv: bool) -> None:
         """Send memory workers the order to close old channels, and to wait for the peers of this epoch."""
         left, memory = None if keep is None else list(keep), self._registry.memory
         fetch = self._registry.prefill if self._config.fetches_stored_kv else []
@@ -315,7 +315,7 @@ class WorkerGroup:
             peers, own = list[TransferPeer](), self.address_of(member)
             if self.storage.is_per_host:
                 peers = transfer_peers([self.address_of(m) for m in memory], own, len(memory))
-            elif self.moves_stripes:
+            elif copies_kv:
                 peers = transfer_peers(self._memory_of(rank), own, MAX_MIGRATION_WORKERS)
             message = Connect(
                 epoch=self.epoch,
