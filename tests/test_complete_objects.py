@@ -14,6 +14,8 @@ DATA_BASES = {"Struct", "NamedTuple", "Enum", "Exception", "ValueError", "Runtim
 LOOKUPS = {"get", "pop", "popleft", "setdefault"}  # they return an item of what they are called on
 # The collaborators that others may set, by file.
 ALLOWED = {
+    # Starlette hands objects to routes in this way.
+    "lamina/server/app.py": ["app.state.service"],
     # Features fill in the Candidates of an admission. The number of stored tokens is only known to a later feature.
     "lamina/scheduler/prefill_dispatch.py": ["candidates.is_for_prefill_worker"],
 }

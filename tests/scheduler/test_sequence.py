@@ -79,10 +79,10 @@ def test_a_drawn_token_is_no_longer_being_drawn() -> None:
         ({"num_computed_tokens": 4, "num_output_placeholders": 3}, False),
         # the last token that it may have is being drawn
         ({"finished": True}, False),
-        ({"prefill_worker": 0}, False),
+        ({"transfer": KvTransfer(prefill_worker=0)}, False),
     ],
 )
-def test_which_rows_it_wants(state: dict[str, int], wants: bool) -> None:
+def test_which_rows_it_wants(state: dict[str, Any], wants: bool) -> None:
     assert sequence(**state).is_schedulable == wants
 
 

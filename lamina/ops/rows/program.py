@@ -124,8 +124,9 @@ class RowUnit:
     def packed_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the weights as the program takes them: those of products packed, if there is memory."""
         laid = list(weights)
-        for slot, view in self._packed.items() if self._memory is not None else ():
-            laid[slot] = self._backend.pack(laid[slot].as_strided(view.shape, view.strides), self._memory)
+        if (memory := self._memory) is not None:
+            for slot, view in self._packed.items():
+                laid[slot] = self._backend.pack(laid[slot].as_strided(view.shape, view.strides), memory)
         return laid
 
     def run(self, rows: int, given: Sequence[Tensor], addresses: Sequence[int]) -> None:
