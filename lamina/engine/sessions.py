@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.scheduler import Scheduler
-from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName, SessionState
+from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName, Sessions, SessionState
 
 
 class EngineSessions:
@@ -16,7 +16,6 @@ class EngineSessions:
     def __init__(self, scheduler: Scheduler, max_tokens: int) -> None:
         """``max_tokens``: of a session that comes from another engine."""
         self._scheduler, self._max_tokens = scheduler, max_tokens
-        self._cache, self._table = scheduler.features[SessionCache], scheduler.features[PrefixCache].sessions
 
     @property
     def hits(self) -> Mapping[str, int]:
@@ -57,3 +56,11 @@ class EngineSessions:
     def import_copy(self, tenant: bytes, copy: SessionCopy) -> None:
         """Take over a session for ``tenant``. Raises ValueError for an unusable one."""
         self._cache.import_session(tenant, copy, self._max_tokens)
+
+    @property
+    def _cache(self) -> SessionCache:
+        return self._scheduler.features[SessionCache]
+
+    @property
+    def _table(self) -> Sessions:
+        return self._scheduler.features[PrefixCache].sessions
