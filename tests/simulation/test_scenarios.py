@@ -242,6 +242,12 @@ def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadIndex, "begin_load", wrong)
 
 
+def transfer_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was in transfer is awaited after a loss, too."""
+    keeping(Sequence, "roll_back", "transfer")(monkeypatch)
+    keeping(Sequence, "reset_computed", "transfer")(monkeypatch)
+
+
 def holders_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake: the memory workers are those from before."""
     right = Engine.roll_back
@@ -273,7 +279,7 @@ MISTAKES = {
         Scheduler, "roll_back", lambda self, steps, kept, right=Scheduler.roll_back: right(self, [], kept)
     ),
     "num_output_placeholders": keeping(Sequence, "roll_back", "num_output_placeholders"),
-    "transfer": keeping(Sequence, "roll_back", "transfer"),
+    "transfer": transfer_kept,
     "num_tokens_in_penalties": replacing(Scheduler, "resend_penalties", lambda self: None),
     "num_scored_prompt_tokens": scores_kept,
     "of those that wait": waiting_kept,
