@@ -272,7 +272,6 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for one_pool in ("--kv-parity 1", "--lending borrow.max", "--lending lend.share")
         for other, why in {
             "--memory-workers 1": "it needs two or more memory workers",
-            "--tensor-parallel-size 2 or more": "ranks have memory workers of their own",
             "--memory-weights": "memory workers need equal parts",
             "--pipeline auto": "memory workers need equal parts, and it measures unequal ones",
             "--launcher ray": "memory workers must be on this host",
@@ -281,12 +280,19 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--memory-device cuda": "KV must be in the memory of this host",
             "--memory-device auto": "KV must be in the memory of this host",
             "--transport loopback": "memory workers must be separate processes",
-            "--kv-offloading-size": "all KV must be in the pool",
-            "--kv-offload dir=": "all KV must be in the pool",
             "--decode-only": "all KV must be in the pool",
             "--context-overflow truncate": "KV must stay at its place",
             "--kv-sparsity evict": "sequences must keep all KV",
             "--kv-sparsity select": "copied KV has no index of its blocks",
+        }.items()
+    },
+    **{
+        (lending, other): why
+        for lending in ("--lending borrow.max", "--lending lend.share")
+        for other, why in {
+            "--tensor-parallel-size 2 or more": "ranks have memory workers of their own",
+            "--kv-offloading-size": "all KV must be in the pool",
+            "--kv-offload dir=": "all KV must be in the pool",
         }.items()
     },
     **{

@@ -40,8 +40,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     kv_parity: Annotated[
         int,
         Meta(ge=0, le=1),
-        "1 = one more memory worker keeps the XOR of all others' K and V. The KV of a lost worker is then rebuilt over "
-        "--transport, not recomputed; 0 = none",
+        "1 = one more memory worker for each rank keeps the XOR of all others' K and V. The KV of a lost worker is "
+        "then rebuilt over --transport, not recomputed; 0 = none",
     ] = 0
     pipeline: Annotated[
         int | str,
@@ -166,9 +166,14 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         return self.replicas * self.tensor_parallel_size
 
     @property
+    def num_parity(self) -> int:
+        """Memory workers that keep the parity of others: one for each rank, and after all others."""
+        return self.kv_parity * self.tensor_parallel_size
+
+    @property
     def num_workers(self) -> dict[str, int]:
         """Role -> its workers."""
-        memory = self.memory_workers + self.kv_parity
+        memory = self.memory_workers + self.num_parity
         return {"memory": memory, "compute": self.num_compute, "prefill": self.prefill_workers}
 
     @property

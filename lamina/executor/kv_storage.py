@@ -21,6 +21,7 @@ from lamina.protocol.control import ComputeReady
 from lamina.protocol.offload_messages import OffloadConfig, OffloadFacts, StoredPages
 
 log = logging.getLogger(__name__)
+STORES_NOTHING = "zeros"  # a storage backend
 
 
 class KvStorage:
@@ -39,11 +40,13 @@ class KvStorage:
         return bool(self._options.backend)
 
     def config_for(self, index: int, workers: int, identity: bytes) -> OffloadConfig | None:
-        """Return the storage of memory worker ``index`` of ``workers``; None without offload."""
+        """Return the storage of memory worker ``index`` of ``workers``; None without offload. Those after ``workers``
+        keep the parity of what others load, and store nothing.
+        """
         if not self.is_enabled:
             return None
         return OffloadConfig(
-            backend=self._options.backend,
+            backend=self._options.backend if index < workers else STORES_NOTHING,
             total_bytes=self._options.total_bytes,
             workers=workers,
             policy=self._options.kv_eviction_policy,

@@ -42,6 +42,7 @@ from lamina.protocol.step_plan import BindRequest, SurvivingKv
 from lamina.utils.state_machine import StateMachine
 
 from .degraded_replicas import DegradedReplicas
+from .kv_parity import parity_peers
 from .kv_storage import KvStorage
 from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
@@ -304,6 +305,7 @@ class WorkerGroup:
     def _connect_memory(self, keep: Sequence[SurvivingKv] | None, *, copies_kv: bool) -> None:
         """Send memory workers the order to close old channels, and to wait for the peers of this epoch."""
         left, memory = None if keep is None else list(keep), self._registry.memory
+        attending = self._attending
         fetch = self._registry.prefill if self._config.fetches_stored_kv else []
         readers = [stored_prefix_reader(self._name(m.handle)) for m in fetch]
         for member in memory:
@@ -311,7 +313,7 @@ class WorkerGroup:
             joining = [
                 self._name(m.handle) for m in self._registry.compute[rank :: self._size] + self._registry.prefill
             ]
-            place = self.storage.config_for(member.handle.index, len(memory), self.identity)
+            place = self.storage.config_for(member.handle.index, len(attending), self.identity)
             peers, own = list[TransferPeer](), self.address_of(member)
             if self.storage.is_per_host:
                 peers = transfer_peers([self.address_of(m) for m in memory], own, len(memory))
@@ -323,7 +325,8 @@ class WorkerGroup:
                 surviving=left,
                 storage=place,
                 peers=peers,
-                prefix_readers=readers,
+                prefix_readers=readers if member in attending else [],
+                parity_peers=parity_peers(self._memory_of(rank), own) if place and self.topology.kv_parity else [],
             )
             self._registry.send(member, message)
 
@@ -358,7 +361,7 @@ class WorkerGroup:
         there, topology, config = self._registry.prefill, self.topology, self._config
         ready, names = [readies[m.label] for m in there], [self._name(m.handle) for m in there]
         fetches = config.caches_prefixes and can_fetch_prefixes(ready, config.batching, topology.prefill_groups)
-        memory = [self.address_of(m) for m in self._registry.memory] if config.fetches_stored_kv else []
+        memory = [self.address_of(m) for m in self._attending] if config.fetches_stored_kv else []
         loaded = [self._loaded[m] for m in there]
         for place, order in prefill_connections(topology, names, loaded, memory, fetches=fetches):
             self._registry.send(there[place], order)
@@ -372,6 +375,12 @@ class WorkerGroup:
     def _rendezvous_state(self) -> RendezvousState:
         there = self._registry.compute
         return RendezvousState(self.topology, [self._name(m.handle) for m in there], [self._loaded[m] for m in there])
+
+    @property
+    def _attending(self) -> list[RegisteredWorker]:
+        """All memory workers but those that keep the parity of others."""
+        memory = self._registry.memory
+        return memory[: len(memory) - self.topology.num_parity]
 
     def _memory_of(self, rank: int) -> list[Address]:
         return self.topology.of_rank([self.address_of(m) for m in self._registry.memory], rank)

@@ -186,6 +186,9 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     # number, whose stripes may move. Empty: there are none.
     peers: list[TransferPeer] = []
     prefix_readers: list[str] = []  # to a memory worker: prefill workers that will connect again to fetch stored KV
+    # With ``storage`` and --kv-parity, to a memory worker: the parity worker of its rank. To that one: all others, to
+    # which it connects, and itself. Empty: there are none.
+    parity_peers: list[TransferPeer] = []
 
 
 class Quiesce(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):

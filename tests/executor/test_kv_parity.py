@@ -15,9 +15,11 @@ ONE, OTHER, GUARD = "one", "other", "guard"  # members, of whom the last keeps t
 KEPT = {ONE: {4: 20, 9: 3}, OTHER: {4: 21, 9: 3}, GUARD: {4: 19, 9: 5}}
 
 
-def parity(*lost: str, wanted: int = 1) -> KvParity:
-    members: Any = SimpleNamespace(memory=[ONE, OTHER, GUARD], lost_workers=dict.fromkeys(lost))
-    config = make_config({"kv_parity": wanted, "transport": "shm"})
+def parity(*lost: str, wanted: int = 1, members_of: tuple[str, ...] = (ONE, OTHER, GUARD), ranks: int = 1) -> KvParity:
+    members: Any = SimpleNamespace(memory=[*members_of], lost_workers=dict.fromkeys(lost))
+    workers = len(members_of) - ranks * wanted
+    chosen = {"tensor_parallel_size": ranks, "memory_workers": max(2, workers)}
+    config = make_config({"kv_parity": wanted, "transport": "shm", **chosen})
     return KvParity(config, members, worker_group=None, clock=lambda: 0.0)  # type: ignore[arg-type]
 
 
@@ -51,3 +53,26 @@ def test_where_nothing_is_kept_nobody_is_asked() -> None:
     of.surviving_after_rebuild([{}, {}, {}])
     assert of.rebuild([])
     assert not of.needs_rebuild
+
+
+# Two ranks with two memory workers each, and the two that keep their parity.
+OF_RANKS = {"a0": 20, "b0": 21, "a1": 22, "b1": 23, "a-guard": 19, "b-guard": 30}
+
+
+@pytest.mark.parametrize(
+    ("lost", "left", "comes_back"),
+    [
+        ([], [19, 21, 19, 23], False),
+        (["a1"], [19, 21, 19, 23], True),
+        (["b-guard"], [19, 21, 19, 21], True),
+        (["a0", "b1"], [19, 21, 19, 21], True),  # one of each rank
+        (["a0", "a-guard"], [0, 21, 0, 23], False),  # two of one rank
+        (["a0", "a1", "b0"], [0, 0, 0, 23], False),
+    ],
+    ids=str,
+)
+def test_each_rank_can_lose_one(lost: list[str], left: list[int], comes_back: bool) -> None:
+    of = parity(*lost, members_of=tuple(OF_RANKS), ranks=2)
+    kept = [{} if name in lost else {7: tokens} for name, tokens in OF_RANKS.items()]
+    assert [report.get(7, 0) for report in of.surviving_after_rebuild(kept)] == left
+    assert of.needs_rebuild == comes_back

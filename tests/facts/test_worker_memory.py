@@ -127,6 +127,16 @@ def test_spares_have_weights_and_pools_and_no_slots(capsys: pytest.CaptureFixtur
     assert "-" in rows["memory-spare-0"][4:6]
 
 
+def test_the_parity_worker_of_each_rank_has_a_pool_as_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--kv-cache-memory-bytes", "8MiB", "--tensor-parallel-size", "2", "--kv-parity", "1"]
+    assert main([*STARTERS[0], "--dry-run", *flags]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert "2 compute workers (1 replica x 2 ranks) and 4 memory workers" in first
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+    assert [rows[f"memory-{i}"] for i in range(4)] == [rows["memory-0"]] * 4
+    assert rows["memory-3"][2:4] == ["8.4", "MB"]
+
+
 def test_a_start_has_room_for_the_pools_of_spares() -> None:
     config = make_config({"memory_workers": 2, "spare_memory": 1, "kv_memory": "1GiB"})
     check_kv_memory_fits(config, 3 << 30)

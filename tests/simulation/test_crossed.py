@@ -18,7 +18,7 @@ from lamina.protocol.step_plan import SurvivingKv
 from lamina.workers.memory.kv_checksums import BlockChecksums
 from simulation.play import is_broken
 from simulation.whole.crossed import HANG_S, crossed_fleet
-from simulation.whole.process import HANGS, TOLD
+from simulation.whole.process import DIES, HANGS, TOLD
 from simulation.whole.run import check_fleet
 from simulation.whole.scenario import FleetChange, Strike, fleet_scenario, longer
 
@@ -140,6 +140,22 @@ def test_one_that_hangs_as_kv_comes_back_by_parity_is_replaced_too(place: int, c
     played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=hits))
     assert (played.deaths, played.hangs) == (1, 1)
     assert played.seconds < 5 * HANG_S
+
+
+@pytest.mark.parametrize(
+    ("lost", "hangs"), [((0,), ()), ((3,), ()), ((0, 3), ()), ((0, 1), (3,)), ((0, 2), ())], ids=str
+)
+def test_each_rank_may_lose_a_worker_whose_kv_comes_back(lost: tuple[int, ...], hangs: tuple[int, ...]) -> None:
+    """Memory workers 0 and 1 are of one rank each, and 2 and 3 keep their parity."""
+    of = fleet_scenario(0)
+    options = {**of.options, "partition": "head", "memory_workers": 2, "kv_parity": 1, "kv_memory": "1MiB"}
+    options |= {"tensor_parallel_size": 2, "collective": "mesh", "pipeline": 1, "prefill_workers": 0}
+    options |= {"step_timeout_s": HANG_S, "start_timeout_s": 10 * HANG_S}
+    asks = tuple(longer(random.Random(0), ask) for ask in of.asks)
+    hits = [Strike(("memory", place), 60, DIES) for place in lost]
+    hits += [Strike(("memory", place), 3, HANGS, "RebuildKv") for place in hangs]
+    played = check_fleet(replace(of, options=options, windows=(0,), asks=asks, hits=tuple(hits)))
+    assert (played.deaths, played.hangs) == (len(lost), len(hangs))
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

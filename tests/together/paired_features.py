@@ -116,6 +116,7 @@ FAST = (
     ("--prefill-workers 1", "session_id"), ("--prefill-workers 1", "--pipeline 3"),
     ("--kv-sparsity evict", "--pipeline 3"), ("--kv-sparsity select", "--tensor-parallel-size 2"),
     ("--partition spill", "session_id"), ("--kv-parity 1", "--prefill-workers 1"),
+    ("--kv-parity 1", "--tensor-parallel-size 2"), ("--kv-offload dir=", "--kv-parity 1"),
     ("--context-overflow truncate", "--kv-offloading-size"), ("--preemption-mode swap", "--pipeline 3"),
     ("--kv-cache-dtype int8", "--kv-offload dir="), ("structured output", "--tensor-parallel-size 2"),
     ("--partition request", "--pipeline auto"), ("--pipeline auto", "--prefill-workers 1"),

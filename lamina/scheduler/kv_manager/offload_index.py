@@ -89,17 +89,20 @@ class OffloadIndex(Feature):
         *,
         whole: int = 1,
         prompts_only: bool = False,
+        num_parity: int = 0,
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
         states: StoredStates | None = None,
     ) -> None:
         """``holders``: the memory workers of each layer group. A prompt is loaded up to a multiple of ``whole`` tokens.
 
-        ``prompts_only``: completions are not saved. ``cached_tokens_of``: returns how many tokens of a waiting sequence
+        ``prompts_only``: completions are not saved. ``num_parity``: other memory workers, which keep the parity of what
+        is loaded; they report as all do. ``cached_tokens_of``: returns how many tokens of a waiting sequence
         the pool has. ``states``: of a model with recurrent layers.
         """
         self._cached_tokens_of = cached_tokens_of
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
+        self._num_parity = num_parity
         self._exact = not prompts_only  # partial pages are stored, too
         self.keys, self.states = PageKeys(facts.page_size, self._root_key), states or StoredStates()
         self.states.use_pages(self.keys, 1 if self._exact else whole)
@@ -131,7 +134,7 @@ class OffloadIndex(Feature):
             {w for lanes, group in zip(ledger.kv_shards, holders, strict=True) if lane in lanes for w in group}
             for lane in range(ledger.num_kv_shards)
         ]
-        self._num_workers = 1 + max(w for group in holders for w in group)
+        self._num_workers = 1 + max(w for group in holders for w in group) + self._num_parity
         self.hints = PrefetchHints(
             0 if self.is_complete else self._room(facts.capacities)
         )  # workers have no prefetch hint yet

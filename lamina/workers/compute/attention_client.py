@@ -180,13 +180,13 @@ class AttentionClient:
         layers: Sequence[LayerShape],
         backend: AttentionBackend,
         staging: Staging | None = None,
-        parity: MemoryWorkerClient | None = None,
+        parity: Sequence[MemoryWorkerClient] = (),
     ) -> None:
         """``backend``: merges partial results; it has the same name as the memory workers'. ``staging``: of the device
-        that the tensors are on; None for the CPU. ``parity``: the client of the parity worker, if the other workers,
-        which have equal runs of heads, have one.
+        that the tensors are on; None for the CPU. ``parity``: the clients of the parity workers of all ranks that
+        ``links`` belong to. All workers of a rank have equal runs of heads.
         """
-        self._parity_links = [] if parity is None else [parity]  # clients of workers that send no O
+        self._parity_links = [*parity]  # clients of workers that send no O
         self.clients = [*links, *self._parity_links]
         specs = [AttentionSpec.decode(shape.spec) for shape in layers]
         windows = [spec.window for spec in specs]
@@ -230,7 +230,7 @@ class AttentionClient:
         self.step = step
 
     def _laid_out(self, plan: StepPlan) -> ClientStep:
-        return ClientStep(plan, self._groups, self.placement, guarded=bool(self._parity_links))
+        return ClientStep(plan, self._groups, self.placement, num_parity=len(self._parity_links))
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send the plan of a coming step to all memory workers."""
@@ -363,10 +363,10 @@ class ClientStep:
     """The step that messages belong to, and the rows of each memory worker."""
 
     def __init__(
-        self, plan: StepPlan, groups: list[LayerGroup], placement: KvPlacement, *, guarded: bool = False
+        self, plan: StepPlan, groups: list[LayerGroup], placement: KvPlacement, *, num_parity: int = 0
     ) -> None:
-        """``guarded``: whether a parity worker stores the exclusive or of all others' K and V."""
-        self.plan, self._groups, self.placement, self._guarded = plan, groups, placement, guarded
+        """``num_parity``: parity workers. One of several keeps the K and V of every ``num_parity``-th worker."""
+        self.plan, self._groups, self.placement, self._num_parity = plan, groups, placement, num_parity
         self.num_rows = plan.num_rows
         self._layouts: dict[int, RowLayout] = {}
         self._rows: dict[int, _GroupIndices] = {}
@@ -377,14 +377,13 @@ class ClientStep:
         return MessageKey.for_step(kind, self.plan, layer)
 
     def shares(self, layer: ClientLayer, dtype: torch.dtype) -> list[WorkerShare]:
-        """Return the layer's share of each memory worker, in order; the parity worker's is last."""
+        """Return the layer's share of each memory worker, in order; those of parity workers are last."""
         shares = self._shares.get(layer.equal_layer)
         if shares is None:
             rows = tuple(count_rows(self._layout(g)) for g in range(len(self._groups)))
             starts = [0] * len(self.split_heads(layer))  # the start of the next worker's results
             shares = [self._share(layer, x, messages(x, rows, dtype.itemsize), starts) for x in layer.pieces]
-            if self._guarded:
-                shares.append(_parity_of(shares))
+            shares += [_parity_of(shares[rank :: self._num_parity]) for rank in range(self._num_parity)]
             self._shares[layer.equal_layer] = shares
         return shares
 

@@ -232,7 +232,7 @@ class ComputeServer(ModelServer):
                 direct = self._layer_path(kernels=can_use_device_path(channel, self.staging)) is LayerPath.DEVICE
                 bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, direct=direct), bounds))
                 send_operands(links[-1], mixers, cut.recurrent.operands)
-        parity = self._join_parity(last(kernels=False), meeting, bounds[0]) if last else None
+        parity = [self._join_parity(last(kernels=False), meeting, bounds[0])] if last else []
         own, more = sum(b.kv_bytes for b in bounds), start.topology.extra_kv_bytes(start.devices.kv_bytes())
         check_longest_sequence(bounds, cut.max_len, start.kv.block_size, own, more)
         path = self._layer_path(kernels=all(bound.device_path for bound in bounds))
@@ -250,11 +250,11 @@ class ComputeServer(ModelServer):
         return DeviceAttentionClient(pool, wires, partition, cut.layers, cut.dtype.itemsize, self.staging), bounds
 
     def _join_parity(self, channel: netstack.Channel, meeting: Connect, bound: BindReply) -> MemoryWorkerClient:
-        """Connect to the parity worker. ``bound``: the first memory worker's reply to its Bind."""
-        start, workers = self.start, self.start.topology.memory_workers
-        link = MemoryWorkerClient(channel, 0, start.deadlines.step_timeout_s, self.trace, workers)
+        """Connect to the parity worker of this rank. ``bound``: the first memory worker's reply to its Bind."""
+        start, number = self.start, self.start.topology.memory_workers + self.start.rank
+        link = MemoryWorkerClient(channel, 0, start.deadlines.step_timeout_s, self.trace, number)
         if start.replica:
-            layers = parity_layers(self._cut.layers, workers)
+            layers = parity_layers(self._cut.layers, self._cut.partition.num_workers)
             link.join(JoinRequest(epoch=meeting.epoch, peer_number=start.replica, layers=layers))
         else:
             link.bind(parity_bind(self._bind(meeting, 0), bound.backend, bound.kv_bytes))

@@ -35,13 +35,13 @@ def open_attention_client(
     backend: AttentionBackend,
     dtype: torch.dtype,
     staging: Staging,
-    parity: MemoryWorkerClient | None = None,
+    parity: Sequence[MemoryWorkerClient] = (),
 ) -> AttentionClient:
     """Open a client of these memory workers: a native one if channels and tensors allow it. ``dtype``: of all messages.
     ``parity``: see AttentionClient.
     """
-    each = [*links, parity] if parity else links
-    if Pool is None or not links or staging.is_separate or any(link.channel.calls() is None for link in each):
+    calls = [link.channel.calls() for link in (*links, *parity)]
+    if Pool is None or not links or staging.is_separate or None in calls:
         return AttentionClient(links, partition, layers, backend, staging, parity)
     return NativeAttentionClient(links, partition, layers, backend, dtype, parity)
 
@@ -58,7 +58,7 @@ class NativeAttentionClient(AttentionClient):
         layers: Sequence[LayerShape],
         backend: AttentionBackend,
         dtype: torch.dtype,
-        parity: MemoryWorkerClient | None = None,
+        parity: Sequence[MemoryWorkerClient] = (),
     ) -> None:
         """``links``: one or more, with equal timeouts and native channels. ``dtype``: of all messages. For the other
         arguments see AttentionClient.
@@ -90,7 +90,7 @@ class NativeAttentionClient(AttentionClient):
         self.pool.select(self.step.native)
 
     def _laid_out(self, plan: StepPlan) -> NativeClientStep:
-        step = NativeClientStep(plan, self._groups, self.placement, guarded=bool(self._parity_links))
+        step = NativeClientStep(plan, self._groups, self.placement, num_parity=len(self._parity_links))
         table = _step_table(self.layers, step, self._forms, self.dtype)
         step.native = self.pool.step(table, MessageKey.packed_for_layer_0(plan))
         return step

@@ -229,9 +229,8 @@ class EpochServer:
                     grants.check_plan(plan)
                 elif any(isinstance(op, PrefillGrant | FetchPrefix) for op in plan.ops):
                     raise ProtocolError(f"step {plan.step} grants or fetches, and there are no prefill workers")
-                if self._prefix_replies is None and any(
-                    isinstance(op, PrefillGrant) and op.num_fetched for op in plan.ops
-                ):
+                replies = self._prefix_replies is not None or self._store.bind_request.parity
+                if not replies and any(isinstance(op, PrefillGrant) and op.num_fetched for op in plan.ops):
                     raise ProtocolError(f"step {plan.step} lets a prefill worker fetch, and none is connected for it")
                 self._begin_store(plan)
                 if grants is not None:

@@ -44,6 +44,7 @@ from .lease_limits import check_allowed_for_guest
 from .memory_bandwidth import measure_read_bandwidth
 from .offload.page_capacity import page_capacity
 from .offload.page_transfers import PageTransfers
+from .offload.parity_pages import ParityPages, ParityReplies
 from .offload.remote_pages import RemotePages
 from .preallocation import StorePreallocation
 from .worker_counters import Counters
@@ -76,6 +77,8 @@ class MemoryWorker:
         self._stored: StoredPages | None = None  # pages to report to the driver in this epoch
         self._links: PeerLinks | None = None  # this epoch's links to other memory workers
         self._pages: RemotePages | None = None  # this epoch's pages of other hosts
+        self._parity: ParityPages | ParityReplies | None = None  # of what is loaded in this epoch
+        self._parity_links: PeerLinks | None = None  # this epoch's links for it
         self._lock = threading.Lock()
         self._fabric: EpochFabric | None = None  # this epoch's fabric
         self._next_epoch = -1  # the newest epoch that the driver has named
@@ -129,13 +132,14 @@ class MemoryWorker:
         links = self._links = PeerLinks(fabric, meeting.peers, self._runtime)
         names = [TransferPeer(name, is_awaited=True) for name in meeting.prefix_readers]
         readers = PeerLinks(fabric, names, self._runtime)
-        self._pages = None
+        parity = self._parity_links = PeerLinks(fabric, meeting.parity_peers, self._runtime)
+        self._pages = self._parity = None
 
         def accept() -> Channel | None:
             """Return the channel of the next compute or prefill worker; None if another one came, or none."""
             with suppress(ChannelTimeout):
                 channel = fabric.accept(listener, POLL_S)
-                return None if links.accept(channel) or readers.accept(channel) else channel
+                return None if any(x.accept(channel) for x in (links, readers, parity)) else channel
             return None
 
         try:
@@ -167,7 +171,7 @@ class MemoryWorker:
                     prefix_replies=prefixes,
                     report=self._report,
                 )
-                while server.num_missing or links.num_missing or readers.num_missing:
+                while server.num_missing or links.num_missing or readers.num_missing or parity.num_missing:
                     if server.num_missing:  # else steps may come while other memory workers are still to come
                         server.check_channels()
                     if (channel := accept()) is not None:
@@ -180,6 +184,7 @@ class MemoryWorker:
         finally:
             links.stop()
             readers.stop()
+            parity.stop()
             fabric.close()
 
     def reject_until_next_epoch(self, listener: EpochListener, epoch: int) -> None:
@@ -344,6 +349,12 @@ class MemoryWorker:
         if meeting.surviving is not None:
             self.store.reconcile(meeting.surviving)
         if meeting.storage is not None:
+            if meeting.parity_peers and self._parity is None:  # a Bind may come again
+                assert self._parity_links is not None
+                keeps = bind.parity
+                self._parity = (
+                    ParityPages(self._parity_links) if keeps else ParityReplies(self._parity_links, self._runtime)
+                )
             self._open_tier(meeting.storage, self.store, meeting.epoch)
         return self.store
 
@@ -358,7 +369,7 @@ class MemoryWorker:
         assert self._links is not None
         self._pages = self._pages or RemotePages(medium, self._links, meter)  # a Bind may come again
         self.transfers = PageTransfers(
-            medium, store, report, meter, epoch, offload.rank, recipe, trace, read=self._pages.read
+            medium, store, report, meter, epoch, offload.rank, recipe, trace, read=self._pages.read, parity=self._parity
         )
         try:
             keys = self.transfers.listed_pages(MAX_LISTED_PAGES)

@@ -90,8 +90,9 @@ class PrefillServer(ModelServer):
         start, cut = self.start, self._cut
         links, bounds = self._join(meeting, fabric)
         workers, merging = cut.partition.num_workers, attention.get("reference", CPU, cut.dtype)
-        parity = links[-1] if start.topology.kv_parity else None
-        pool = AttentionClient(links[:workers], cut.partition, cut.layers, merging, self.staging, parity)
+        pool = AttentionClient(
+            links[:workers], cut.partition, cut.layers, merging, self.staging, parity=links[workers:]
+        )
         if self._worker_in_epoch is not None:
             self._worker_in_epoch.connect(links, pool, meeting.epoch, meeting.surviving)
             return self._worker_in_epoch, self._ready(bounds, meeting.epoch)
@@ -155,8 +156,8 @@ class PrefillServer(ModelServer):
             limit_s = start.deadlines.start_timeout_s
             channel = fabric.connect(there.url, replace(terms, peer=there.name, key=there.key), timeout_s=limit_s)
             join = structs.replace(join, layers=layers[number % ranks])
-            if number == workers:  # the parity worker
-                join = structs.replace(join, layers=parity_layers(cut.layers, workers))
+            if number >= workers:  # a rank's parity worker
+                join = structs.replace(join, layers=parity_layers(join.layers, workers // ranks))
             limit_s = start.deadlines.step_timeout_s
             links.append(KvSender(channel, number % workers, limit_s, self.trace, number, self.runtime))
             bounds.append(links[-1].join(join))

@@ -272,3 +272,18 @@ def test_a_page_on_loan_is_found_where_it_lies() -> None:
     places = [index.place(tier.backend, lane) for lane in range(2)]
     found = [[index.has(place, key) for place in places] for key in tier.keys_of(sequence, 2 * PAGE)]
     assert found == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize("num_parity", [0, 1, 2])
+def test_a_transfer_ends_when_parity_workers_have_reported_too(num_parity: int) -> None:
+    ledger, index = BlockTables((0,), [20], PAGE), PrefixIndex()
+    facts = OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[], []])
+    tier = OffloadIndex(facts, ledger, [[0, 1]], index, num_parity=num_parity)
+    sequence = make(1, PAGE + 1, 4)
+    sequence.id, sequence.num_computed_tokens = 0, PAGE
+    (op,) = tier.assign_ids(tier.batch_ops([sequence]))
+    for _ in range(1 + num_parity):
+        tier.on_transfer_done(TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=1))  # type: ignore[union-attr]
+        assert tier.has_transfers
+    tier.on_transfer_done(TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=1))  # type: ignore[union-attr]
+    assert not tier.has_transfers

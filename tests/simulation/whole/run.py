@@ -184,7 +184,8 @@ class FleetPlay(Play):
         while True:
             self._engines += 1
             self._moved += _moved_blocks(self._engine)
-            self._options["memory_workers"] = len(self._pools.memory) - self._options.get("kv_parity", 0)
+            parity = self._options.get("kv_parity", 0) * self._options.get("tensor_parallel_size", 1)
+            self._options["memory_workers"] = len(self._pools.memory) - parity
             self._host.bury()
             with suppress(EngineDied):  # so does the next one, perhaps, as it starts
                 self._engine = self._open()

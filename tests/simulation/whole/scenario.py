@@ -219,7 +219,7 @@ def _memory(blocks: int, heads: int) -> str:
 def _places(options: dict[str, Any]) -> list[Place]:
     ranks = options.get("tensor_parallel_size", 1)
     places = [("compute", i) for i in range(ranks * max(1, options["pipeline"] - 1))]
-    places += [("memory", i) for i in range(options["memory_workers"] + options.get("kv_parity", 0))]
+    places += [("memory", i) for i in range(options["memory_workers"] + ranks * options.get("kv_parity", 0))]
     return places + [("prefill", i) for i in range(options["prefill_workers"])]
 
 

@@ -93,7 +93,7 @@ def pools(
     for native in (True, False):
         here = [connect() for _ in range(partition.num_workers + guarded)]
         links = [MemoryWorkerClient(x.near, w, timeout_s) for w, x in enumerate(here)]
-        parity = links.pop() if guarded else None
+        parity = [links.pop()] if guarded else []
         made.append(
             open_attention_client(links, partition, layers, merging, dtype, open_staging(CPU), parity)
             if native

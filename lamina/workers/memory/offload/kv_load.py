@@ -36,7 +36,8 @@ from .page_fragments import PageBlocks, StoreFragments
 from .state_fragments import StateSlot
 
 log = logging.getLogger(__name__)
-PageReader = Callable[[bytes, Mapping[PageFragment, memoryview]], None]
+# Fills buffers with some layers of a page of a load, given its number there.
+PageReader = Callable[[LoadKv, int, range, Mapping[PageFragment, memoryview]], None]
 # Seconds for all layers of one load together, of waits by rows; or without a further layer, of waits by replies.
 LATE_LOAD_S = 5.0
 
@@ -146,8 +147,8 @@ class KvLoader:
         trace: Recorder,
         read: PageReader,
     ) -> None:
-        """``opened``: called when a sequence is ready. ``ended``: called at the end of an op. ``read``: as
-        StorageBackend.read. Neither callback may wait for storage: if rows abandon a load, the thread that serves
+        """``opened``: called when a sequence is ready. ``ended``: called at the end of an op. ``read``: raises
+        as StorageBackend.read. Neither callback may wait for storage: if rows abandon a load, the thread that serves
         rounds calls ``ended``.
         """
         self._read = read
@@ -306,7 +307,7 @@ class KvLoader:
                 raise StorageError("the plan holds no blocks for it")
             room = self._atoms.buffers(at, run)
             if room:
-                self._read(op.keys[page], room)
+                self._read(op, page, run, room)
                 with self._lock:
                     if self._cancelled or load.is_over:
                         return 0

@@ -60,6 +60,11 @@ class StoreFragments:
         ]
 
     @property
+    def num_layers(self) -> int:
+        """The number of the model's attention layers."""
+        return len(self._store.layers)
+
+    @property
     def whole_page_fragments(self) -> frozenset[PageFragment]:
         """The fragments of a page that lies wholly here."""
         return frozenset(fragment for heads in self._heads for fragment in _atoms(heads))
@@ -92,14 +97,16 @@ class StoreFragments:
         each = ((heads, page_blocks.blocks[heads.group]) for heads in self._heads)
         return sum(heads.num_heads * heads.form.nbytes(page_blocks.tokens) for heads, ids in each if ids is not None)
 
-    def read(self, page_blocks: PageBlocks | StateSlot, staging: Staging) -> dict[PageFragment, memoryview]:
+    def read(
+        self, page_blocks: PageBlocks | StateSlot, staging: Staging, layers: range | None = None
+    ) -> dict[PageFragment, memoryview]:
         """Return a copy of the page's fragments that are here. ``staging``: of the calling thread; the device has
-        finished writing the blocks.
+        finished writing the blocks. ``layers``: only of these.
         """
         if isinstance(page_blocks, StateSlot):
             return self.states.read(page_blocks)
         copies = dict[PageFragment, memoryview]()
-        for heads, ids, fragments in self._room(page_blocks):
+        for heads, ids, fragments in self._room(page_blocks, layers):
             parts, numbers = heads.parts, list(ids)
             if staging.is_separate:
                 parts, numbers = staging.to_host(*(part[numbers] for part in parts)), list(range(len(ids)))

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -55,8 +55,9 @@ from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.staging import Staging, open_staging
 
-from .kv_load import KvLoader, LoadResult, PageReader
+from .kv_load import KvLoader, LoadResult
 from .page_fragments import PageBlocks, StoreFragments
+from .parity_pages import ParityPages, ParityReplies
 from .prefetch import Prefetcher
 from .rate_limit import SaveRateLimiter
 from .state_fragments import StateSlot
@@ -94,18 +95,25 @@ class PageTransfers:
         recipe: Provenance = PROMPT_PROVENANCE,
         trace: Recorder = NULL_RECORDER,
         *,
-        read: PageReader | None = None,
+        read: Callable[[bytes, Mapping[PageFragment, memoryview]], None] | None = None,
+        parity: ParityReplies | ParityPages | None = None,
     ) -> None:
         """``report``: called from other threads, too; may raise LinkClosedError. ``recipe``: of pages of prompts.
-        ``read``: for loads, instead of the storage backend's.
+        ``read``: for loads, instead of the storage backend's. ``parity``: for loads of the parity worker, or of those
+        whose parity it keeps. The parity worker saves nothing, and reports each save as done.
         """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, epoch
         self._atoms, self._recipe, self._trace = StoreFragments(store, rank), recipe, trace
         self._prefetcher, self._rate_limiter = Prefetcher(medium, self._atoms, meter), SaveRateLimiter()
         self._last = -1  # the number of the last transfer that was begun
-        self.loader = KvLoader(
-            medium, store, self._atoms, meter, self._opened, self._loaded, trace, read or medium.read
-        )
+        self._parity = parity
+        of_page = read or medium.read
+
+        def read_page(op: LoadKv, page: int, layers: range, into: Mapping[PageFragment, memoryview]) -> None:
+            of_page(op.keys[page], into)
+
+        reader = parity.read if isinstance(parity, ParityPages) else read_page
+        self.loader = KvLoader(medium, store, self._atoms, meter, self._opened, self._loaded, trace, reader)
         self.saves: list[_PageTask] = []  # saves that are not collected
         self._ended: deque[_PageTask] = deque()  # saves that have ended, and are not collected
         self._queue: SimpleQueue[_PageTask | DeletePages | SetRetention | None] = SimpleQueue()
@@ -152,14 +160,18 @@ class PageTransfers:
             return
         self._check(plan)
         key = MessageKey.for_step(MessageKind.PLAN, plan)
-        saves = [self._save_of(op, key) for op in plan.ops if isinstance(op, SaveKv)]
+        saved = () if isinstance(self._parity, ParityPages) else plan.ops
+        saves = [self._save_of(op, key) for op in saved if isinstance(op, SaveKv)]
         for op in plan.ops:
             if isinstance(op, ContextShift):  # overwrites what is being saved
                 self._copy(op.sequence)
         self._store.apply_plan(plan)
         for op in plan.ops:
             if isinstance(op, SaveKv):
-                self._add(saves.pop(0), self._store.staging.record_event())
+                if isinstance(self._parity, ParityPages):
+                    self._tell(op, len(op.keys), [], "")
+                else:
+                    self._add(saves.pop(0), self._store.staging.record_event())
             elif isinstance(op, DeletePages | SetRetention):
                 self._queue.put(op)
             elif isinstance(op, PrefetchHint):
@@ -170,6 +182,8 @@ class PageTransfers:
         self._store.apply_block_copies()  # before anything is loaded there
         self._last = max([self._last, *(op.transfer_id for op in plan.ops if isinstance(op, LoadKv))])
         self.loader.add(plan)
+        if isinstance(self._parity, ParityReplies):
+            self._parity.begin(plan, self.loader, self._atoms)
 
     def _add(self, task: _PageTask, ready: Callable[[], None]) -> None:
         task.ready = ready

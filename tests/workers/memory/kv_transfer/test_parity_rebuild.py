@@ -57,7 +57,7 @@ class Guarded(Both):
         self.guard = Side(parity_bind(first.bind_request, "reference", first.bind_reply.kv_bytes))
         self.sides.append(self.guard)
         *links, parity = [MemoryWorkerClient(side, w, 1.0) for w, side in enumerate(self.sides)]  # type: ignore[arg-type]
-        self.pool = AttentionClient(links, first.bind_request.partition, LAYERS, first.backend, parity=parity)
+        self.pool = AttentionClient(links, first.bind_request.partition, LAYERS, first.backend, parity=[parity])
 
     def step(self, number: int, generator: torch.Generator) -> None:
         ops, rows = STEPS[number]

@@ -1,0 +1,127 @@
+"""K and V that are loaded from storage, as the parity worker (--kv-parity) gets them: from the pools of the others.
+
+The parity worker stores no pages. It requests what each other worker of its rank has loaded, from that worker's pool
+and not from its storage, where a page may have been saved anew since. The exclusive or of these is its own part. So the
+parity is that of the bits that are in the pools. The sequence's blocks stay until all workers have reported the end of
+the load, the parity worker too. If a load fails, it gets whatever the blocks contain, and the driver counts those
+tokens as not loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from lamina.kv.pages import PageFragment
+from lamina.kv.storage import StorageError
+from lamina.netstack import ChannelError
+from lamina.protocol.step_plan import Free, LoadKv, ProtocolError, StepPlan, Truncate, decode, encode
+from lamina.workers.device_selection import CPU
+from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
+from lamina.workers.memory.kv_transfer.transfer_link import (
+    Transfer,
+    TransferPart,
+    TransferRefusedError,
+    parts_from,
+    parts_into,
+)
+from lamina.workers.runtime import RUNTIME, Runtime
+from lamina.workers.staging import HostStaging
+
+from .kv_load import LATE_LOAD_S, KvLoader, PageLoad
+from .page_fragments import StoreFragments
+
+PLAN_WAIT_S = 30.0  # seconds until the plan of a requested load, which may come before it
+ANSWER_S = PLAN_WAIT_S + LATE_LOAD_S + 5.0  # seconds without a message of a worker that has to reply
+CONNECT_S = 600.0  # seconds to connect; the epoch's end also ends it
+
+
+class LoadedLayersRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request for some layers of page ``page`` of the load ``transfer_id``."""
+
+    transfer_id: int
+    page: int
+    first_layer: int
+    last_layer: int  # the first one that is not wanted
+
+
+class _Offer(NamedTuple):
+    load: PageLoad
+    number: int  # of its op
+    fragments: StoreFragments
+
+
+class ParityReplies:
+    """A worker's replies to the parity worker in an epoch. Only the thread that serves rounds calls ``begin``."""
+
+    def __init__(self, links: PeerLinks, around: Runtime = RUNTIME) -> None:
+        """``links``: to the parity worker; opened here."""
+        self._offers: dict[int, _Offer] = {}  # by the load's number
+        self._changed = around.condition()  # protects them
+        links.open(ANSWER_S, CONNECT_S, CONNECT_S, self.answer)
+
+    def begin(self, plan: StepPlan, loader: KvLoader, fragments: StoreFragments) -> None:
+        """Offer what an applied plan loads into the pool of ``fragments``, until the plan that frees it."""
+        gone = {op.sequence for op in plan.ops if isinstance(op, Free | Truncate)}
+        loads = [load for op in plan.ops if isinstance(op, LoadKv) and (load := loader.load_of(op.sequence))]
+        if not gone and not loads:
+            return
+        with self._changed:
+            for number in [n for n, offer in self._offers.items() if offer.load.sequence in gone]:
+                del self._offers[number]
+            for load in loads:
+                for number, op in enumerate(load.ops):
+                    self._offers[op.transfer_id] = _Offer(load, number, fragments)
+            self._changed.notify_all()
+
+    def answer(self, data: bytes) -> Iterator[TransferPart]:
+        """Yield the parts of a reply, once the layers are loaded. Raises TransferRefusedError, ProtocolError."""
+        ask = decode(LoadedLayersRequest, data)
+        with self._changed:
+            self._changed.wait_for(lambda: ask.transfer_id in self._offers, PLAN_WAIT_S)
+            offer = self._offers.get(ask.transfer_id)
+        if offer is None or not 0 <= ask.page < len(pages := offer.load.page_blocks[offer.number]):
+            raise TransferRefusedError(f"no plan loads this: {ask}")
+        if not 0 <= ask.first_layer < ask.last_layer <= offer.fragments.num_layers:
+            raise ProtocolError(f"layers {ask.first_layer} to {ask.last_layer} are requested")
+        if not offer.load.wait_for_progress(ask.last_layer - 1, LATE_LOAD_S):
+            raise TransferRefusedError(f"no layer was loaded for {LATE_LOAD_S:g} s: {ask}")
+        if (blocks := pages[ask.page]) is None:
+            raise TransferRefusedError(f"its blocks were freed: {ask}")
+        layers = range(ask.first_layer, ask.last_layer)
+        yield from parts_from(b"".join(offer.fragments.read(blocks, HostStaging(CPU), layers).values()))
+
+
+class ParityPages:
+    """The loads of the parity worker in an epoch. One thread uses it."""
+
+    def __init__(self, links: PeerLinks) -> None:
+        """``links``: to all other memory workers of its rank; opened here."""
+        self._links, self._numbers = links, itertools.count()  # of transfers
+        links.open(ANSWER_S, CONNECT_S, CONNECT_S)
+
+    def read(self, op: LoadKv, page: int, layers: range, into: Mapping[PageFragment, memoryview]) -> None:
+        """Fill the buffers with the exclusive or of what all others have loaded. Raises StorageError."""
+        ask = encode(LoadedLayersRequest(op.transfer_id, page, layers.start, layers.stop))
+        sources, number = list(self._links.by_number.values()), next(self._numbers)
+        came = [bytearray(sum(view.nbytes for view in into.values())) for _ in sources]
+        try:
+            for source in sources:
+                source.request(number, ask)
+            each = [
+                source.expect(Transfer(number, parts_into(data), ANSWER_S))
+                for source, data in zip(sources, came, strict=True)
+            ]
+            for source, transfer in zip(sources, each, strict=True):
+                source.wait(transfer)
+        except ChannelError as e:
+            raise StorageError(f"the parity of what was loaded is not known: {e}") from e
+        parity = np.bitwise_xor.reduce([np.frombuffer(data, np.uint8) for data in came], axis=0)
+        at = 0
+        for view in into.values():
+            view[:] = parity[at : at + view.nbytes].data
+            at += view.nbytes
