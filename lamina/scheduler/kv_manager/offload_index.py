@@ -102,8 +102,7 @@ class OffloadIndex(Feature):
         self._cached_tokens_of = cached_tokens_of
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
-        self._num_parity = num_parity
-        self._exact = not prompts_only  # partial pages are stored, too
+        self._num_parity, self._exact = num_parity, not prompts_only  # exact: partial pages are stored, too
         self.keys, self.states = PageKeys(facts.page_size, self._root_key), states or StoredStates()
         self.states.use_pages(self.keys, 1 if self._exact else whole)
         self._secret, self.identity, self._era = facts.secret, facts.identity, facts.era
@@ -135,9 +134,8 @@ class OffloadIndex(Feature):
             for lane in range(ledger.num_kv_shards)
         ]
         self._num_workers = 1 + max(w for group in holders for w in group) + self._num_parity
-        self.hints = PrefetchHints(
-            0 if self.is_complete else self._room(facts.capacities)
-        )  # workers have no prefetch hint yet
+        # Workers have no prefetch hint yet.
+        self.hints = PrefetchHints(0 if self.is_complete else self._room(facts.capacities))
         self._index.clear(sum(self._places))
         self._places = [self._index.place(self.backend, lane) for lane in range(ledger.num_kv_shards)]
         page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
