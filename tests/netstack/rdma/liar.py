@@ -105,20 +105,12 @@ class Liar:
 
     def is_refused(self) -> bool:
         """Return whether the peer's NIC refused the first request that fails."""
-        return self._first_failure() in (e.IBV_WC_REM_ACCESS_ERR, e.IBV_WC_REM_INV_REQ_ERR)
-
-    def has_failed(self) -> bool:
-        """Return whether a request fails, for whatever reason: the peer may be gone."""
-        return self._first_failure() is not None
-
-    def _first_failure(self) -> int | None:
-        """Wait for a request that fails. Returns its status; None if none does."""
         deadline = time.monotonic() + SOON_S
         while time.monotonic() < deadline:
             for done in self._queue.poll(2 * REQUESTS)[1]:
                 if done.status != e.IBV_WC_SUCCESS:
-                    return int(done.status)
-        return None
+                    return done.status in (e.IBV_WC_REM_ACCESS_ERR, e.IBV_WC_REM_INV_REQ_ERR)
+        return False
 
     def close(self) -> None:
         for part in (self._pair, self._queue, self._region, self._domain, self.sock):
