@@ -23,7 +23,9 @@ FULL = (64,)  # blocks of the wire
 class FakeFront(Frontend):
     """A front with everything but workers."""
 
-    def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any], engine_class: Any) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any], engine_class: Any = Engine
+    ) -> None:
         self.pools: Any = model
         self.engine = Engine(self.pools, make_config(options))
         self.tokenizer = tokenizer
