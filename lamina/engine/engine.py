@@ -78,7 +78,7 @@ class Engine:
             conducts=conducts,
             scheduler_class=self.scheduler_class,
         )
-        self.sessions = EngineSessions(self.scheduler, self.worker_info.max_model_len)
+        self.sessions = EngineSessions(self.scheduler, sessions, self.worker_info.max_model_len)
         own = build_engine_features(config, self.scheduler, self.slo_admission, conducts=conducts)
         self.features = (*own, *features)
         self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, sessions)

@@ -34,16 +34,16 @@ class SchedulerStats(NamedTuple):
 def collect_stats(scheduler: Scheduler) -> SchedulerStats:
     """Return the counters as they are now."""
     features = scheduler.features
-    prefixes, stored, swaps = features[PrefixCache], features.get(OffloadIndex), features.get(SwapPolicy)
+    prefixes, stored, swaps = features.get(PrefixCache), features.get(OffloadIndex), features.get(SwapPolicy)
     pruner, migration, references = features.get(BlockPruner), features.get(KvMigration), features.get(ReferenceDecoder)
     return SchedulerStats(
         running=scheduler.num_unfinished,
         waiting=scheduler.num_waiting,
         preemptions=scheduler.num_preemptions,
         swapped_sequences=swaps.num_swapped_sequences if swaps else 0,
-        evictable_blocks=prefixes.evictable(scheduler.available_blocks),
-        queried_tokens=prefixes.num_queried_tokens,
-        hit_tokens=prefixes.num_hit_tokens,
+        evictable_blocks=prefixes.evictable(scheduler.available_blocks) if prefixes else [],
+        queried_tokens=prefixes.num_queried_tokens if prefixes else 0,
+        hit_tokens=prefixes.num_hit_tokens if prefixes else 0,
         stored_queried_tokens=stored.num_queried_tokens if stored else 0,
         stored_hit_tokens=stored.num_hit_tokens if stored else 0,
         pruned_blocks=pruner.num_dropped if pruner else None,

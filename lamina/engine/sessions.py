@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, SessionName, Sessions, SessionState
@@ -13,9 +12,9 @@ from lamina.scheduler.sessions.session_table import SessionCopy, SessionInfo, Se
 class EngineSessions:
     """The sessions of all tenants of one scheduler."""
 
-    def __init__(self, scheduler: Scheduler, max_tokens: int) -> None:
+    def __init__(self, scheduler: Scheduler, table: Sessions, max_tokens: int) -> None:
         """``max_tokens``: of a session that comes from another engine."""
-        self._scheduler, self._max_tokens = scheduler, max_tokens
+        self._scheduler, self._table, self._max_tokens = scheduler, table, max_tokens
 
     @property
     def hits(self) -> Mapping[str, int]:
@@ -60,7 +59,3 @@ class EngineSessions:
     @property
     def _cache(self) -> SessionCache:
         return self._scheduler.features[SessionCache]
-
-    @property
-    def _table(self) -> Sessions:
-        return self._scheduler.features[PrefixCache].sessions

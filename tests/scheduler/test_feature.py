@@ -10,20 +10,33 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from lamina.config.flat_options import make_config
+from lamina.config.partition import KvShards
 from lamina.engine.engine import Engine
+from lamina.protocol.offload_messages import OffloadFacts
 from lamina.request import SamplingParams
 from lamina.scheduler.feature import Feature
+from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
 from lamina.scheduler.kv_manager.migration import KvMigration
+from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
+from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
+from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
+from lamina.scheduler.sparsity.pruning import BlockPruner
+from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
+from lamina.scheduler.sparsity.selection import BlockSelection
 from lamina.scheduler.starts import Candidates, KvStart, Verdict
+from lamina.scheduler.step_timing import StepTimer
 from lamina.tools.plan.simulator.clock import VirtualClock
 from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
+
+STORAGE = OffloadFacts(secret=b"s" * 32, identity=b"i" * 32, page_size=16, pages=[[]], capacities=[64])
 
 
 class PromptLengths(Feature):
@@ -45,8 +58,27 @@ class LongOnesAlone(Feature):
             candidates.verdict = Verdict.STEPS_ASIDE
 
 
-def engine_of(more: Iterable[Feature] = (), without: tuple[type[Feature], ...] = ()) -> Engine:
-    """An engine with the table of features that its factory builds, but for some of them."""
+# Of each feature of the scheduler's table: options, and facts of workers, with which an engine has it.
+WITH: dict[type[Feature], tuple[dict[str, Any], dict[str, Any]]] = {
+    PrefillDispatcher: ({"prefill_workers": 1}, {}),
+    SwapPolicy: ({"kv_offloading_size": "1MiB", "preemption_mode": "swap"}, {"storage": STORAGE}),
+    ReferenceDecoder: ({"kv_sparsity": "evict", "kv_error_budget": "default"}, {}),
+    PrefixCache: ({}, {}),
+    SessionCache: ({}, {}),
+    OffloadIndex: ({"kv_offloading_size": "1MiB"}, {"storage": STORAGE}),
+    BlockSelection: ({"kv_sparsity": "select"}, {}),
+    RecurrentStates: ({}, {"state_shards": [KvShards()], "state_slots": 40}),
+    BlockPruner: ({"kv_sparsity": "evict"}, {}),
+    PrefillPlacement: ({"prefill_workers": 1}, {}),
+    KvMigration: ({"partition": "spill", "memory_workers": 2}, {}),
+    StepTimer: ({}, {}),
+}
+
+
+def engine_of(
+    more: Iterable[Feature] = (), without: tuple[type[Feature], ...] = (), like: type[Feature] = PrefixCache
+) -> Engine:
+    """An engine with the table of features that its factory builds where there is ``like``, but for some of them."""
 
     class OtherScheduler(Scheduler):
         def __init__(self, *args: Any, features: Iterable[Feature], **options: Any) -> None:
@@ -56,8 +88,11 @@ def engine_of(more: Iterable[Feature] = (), without: tuple[type[Feature], ...] =
     class OtherEngine(Engine):
         scheduler_class = OtherScheduler
 
+    options, facts = WITH[like]
     ready = simulated_ready(num_layers=2, num_blocks=60, block_size=16, max_len=256)
-    config = make_config({"transport": "shm", "block_size": 16, "max_num_seqs": 4, "prefill_chunk": 64})
+    ready = structs.replace(ready, **facts)
+    plain = {"transport": "shm", "block_size": 16, "max_num_seqs": 4, "prefill_chunk": 64}
+    config = make_config(plain | options)
     return OtherEngine(SimulatedExecutor(VirtualClock(), ready, lambda load: 0.01), config)
 
 
@@ -89,13 +124,21 @@ def test_a_feature_from_outside_decides_who_waits() -> None:
     assert finish(engine, []) == [5] * 3
 
 
-@pytest.mark.parametrize("kind", [PrefillDispatcher, PrefixCache, SessionCache, PrefillPlacement, KvMigration])
+@pytest.mark.parametrize("kind", WITH)
 def test_all_others_go_on_without_a_feature(kind: type[Feature]) -> None:
-    engine = engine_of(without=(kind,))
+    assert isinstance(engine_of(like=kind).scheduler.features.get(kind), kind)
+    built_with = (PrefillPlacement,) if kind is PrefillDispatcher else ()  # the factory makes it for a dispatcher only
+    engine = engine_of(without=(kind, *built_with), like=kind)
     assert engine.scheduler.features.get(kind) is None
     with pytest.raises(KeyError, match=kind.__name__):
         engine.scheduler.features[kind]
     assert finish(engine, [7, 130, 130, 200, 130, 7]) == [5] * 6
+    assert (engine.scheduler_stats.waiting, engine.sessions.hits) == (0, {})
+
+
+def test_every_feature_of_the_table_is_removed_in_turn() -> None:
+    tables = [engine_of(like=kind).scheduler.features for kind in WITH]
+    assert {type(feature) for table in tables for feature in table} - {HybridPrefixCache} == {*WITH}
 
 
 def test_the_scheduler_has_no_feature_of_its_own() -> None:
