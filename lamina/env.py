@@ -32,7 +32,7 @@ VARIABLES = {
     "LAMINA_CUDA_DEVICE": "the number of the GPU that transports cuda and mlx5 use; default: the worker's own, or 0",
     "LAMINA_LIBCUDA": "the CUDA driver's library, where it is not found by its name; tests put another in its place",
     "LAMINA_LIBCRYPTO": "OpenSSL's libcrypto, which encrypts what leaves a host, where it is not found by its name",
-    "LAMINA_LIBNCCL": "NCCL's library, where it is not found by its name; its headers are in `../include`",
+    "LAMINA_LIBNCCL": "NCCL's file `DIR/lib/libnccl.so`, where it is not found by its name; headers: `DIR/include`",
     "LAMINA_NVCC": "nvcc, which compiles kernels with NCCL's headers, where it is not found by its name",
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
     LOG_JSON: "1: commands and the processes that Lamina starts log JSON, as with `serve --log-json`",
@@ -43,7 +43,7 @@ VARIABLES = {
     LEASE_BYTES: "set by `lend` for the memory workers that it starts: the most KV memory that one may take",
     LEASE_METER: "set by `lend` for memory workers on loan: the descriptor by which one reports how much it has read",
     PACKED: "set by a launcher for its workers: the memory file in which those of one host share packed weights",
-    "LAMINA_TRIPWIRE": "set by `drill` and `check` for workers: a file that makes one end at a given message",
+    "LAMINA_TRIPWIRE": "set by `drill` and `check` for workers: a file that makes a worker exit at a given message",
     "LAMINA_BENCH_LIFE_LINE": "set by `bench` for its servers: a descriptor that closes when `bench` ends",
 }
 

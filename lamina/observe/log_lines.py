@@ -117,10 +117,10 @@ def log_as_told(process: str, environ: Mapping[str, str] = os.environ) -> None:
 
 def set_up_server_log(*, as_json: bool, level: str = "info") -> None:
     """Log lines of this package, and warnings of all others, to stderr: also Python's warnings, and uncaught exceptions
-    of all threads.
+    of all threads. A process that logs JSON by LAMINA_LOG_JSON goes on with it.
     """
     handler: logging.Handler
-    if as_json:
+    if as_json or is_json():
         handler = log_json("server")
     else:
         handler = logging.StreamHandler()

@@ -165,7 +165,7 @@ class Sequence:
         ended = (
             self.finished or promised >= self.max_len or (self.external_sampling and self.num_output_placeholders > 0)
         )
-        waits = self.transfer.holds_rows(self.num_computed_tokens)
+        waits = self.transfer != NO_TRANSFER and self.transfer.holds_rows(self.num_computed_tokens)
         return not ended and not waits and self.num_computed_tokens < promised
 
     @property

@@ -243,7 +243,7 @@ def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def transfer_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was in transfer is awaited after a loss, too."""
+    """A transfer that was under way is awaited after a loss, too."""
     keeping(Sequence, "roll_back", "transfer")(monkeypatch)
     keeping(Sequence, "reset_computed", "transfer")(monkeypatch)
 

@@ -65,7 +65,7 @@ class HybridPrefixCache(PrefixCache):
             coming = next((s for s in held if not s.finished and s.num_computed_tokens < length), None)
             (sequence if coming is None else coming).add_snapshot_length(length)
             if coming is not None:
-                candidates.verdict = Verdict.HOLDS_UP
+                candidates.verdict = Verdict.STEPS_ASIDE if coming.transfer.lacks_kv else Verdict.HOLDS_UP
                 return
         if hit is not None:
             candidates.starts.append(hit)

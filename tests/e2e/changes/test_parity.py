@@ -82,7 +82,7 @@ LATER = 120, 160  # tokens in all, when all prompts are computed
 
 
 @pytest.mark.no_retry
-@pytest.mark.long(but=["shm, two of a rank"])
+@pytest.mark.long(but=["two of a rank"])
 @pytest.mark.parametrize(
     ("options", "victims", "computes_again"),
     [

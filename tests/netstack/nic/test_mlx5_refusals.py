@@ -78,7 +78,7 @@ LACKS = {
 }  # fmt: skip
 OF_NICS = ["no NIC", "no link", "no RoCE", "no such GID", "no such level", "another device", "locked memory"]
 WITHOUT = {
-    "no doorbell": ({"FAKE_CUDA_RINGS_NOTHING": "1"}, ["a so a thread of this host does", "PeerMappingOverride=1"]),
+    "no doorbell": ({"FAKE_CUDA_RINGS_NOTHING": "1"}, ["so a thread of this host does", "PeerMappingOverride=1"]),
     "no commands to firmware": ({"FAKE_MLX5_HAS_FIRMWARE": None}, ["rings of queue pairs lie in the host's memory"]),
     "nvidia-peermem alone": ({"FAKE_CUDA_EXPORTS_NOTHING": "1"}, ["its driver exports none to NICs (dma-buf)"]),
     "large packets": (

@@ -118,7 +118,7 @@ def test_only_the_inbox_is_open_to_a_peer(ends: tuple[Liar, Channel], where: str
 
 
 def test_writes_after_an_abort_change_nothing(fabrics: tuple[Fabric, Fabric], ends: tuple[Liar, Channel]) -> None:
-    """The memory of a closed channel lasts as long as its object, but the NIC lets nobody write there. Another
+    """The memory of a closed channel lasts as long as its object, but the NIC lets no peer write there. Another
     channel's message has crossed by the time at which the memory is compared.
     """
     liar, victim = ends

@@ -13,6 +13,7 @@ import contextvars
 import itertools
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -426,3 +427,16 @@ def test_warnings_and_uncaught_exceptions_are_json() -> None:
         "ValueError: end",
     ]
     assert done.returncode == 1
+
+
+def test_a_server_logs_json_if_the_environment_says_so() -> None:
+    program = (
+        "import logging; from lamina.observe.log_lines import log_as_told, set_up_server_log;"
+        "log_as_told('lamina-launch'); set_up_server_log(as_json=False); logging.getLogger('lamina').info('hello')"
+    )
+    for value, is_json in (("1", True), ("0", False)):
+        environment = {**os.environ, "LAMINA_LOG_JSON": value}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=60
+        )
+        assert done.stderr.startswith("{") is is_json, done.stderr

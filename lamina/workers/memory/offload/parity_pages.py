@@ -3,8 +3,8 @@
 The parity worker stores no pages. It requests what each other worker of its rank has loaded, from that worker's pool
 and not from its storage, where a page may have been saved anew since. The exclusive or of these is its own part. So the
 parity is that of the bits that are in the pools. The sequence's blocks stay until all workers have reported the end of
-the load, the parity worker too. If a load fails, it gets whatever the blocks contain, and the driver counts those
-tokens as not loaded.
+the load, the parity worker too. A page that one worker could not load fails in the parity worker, too: else a loss
+before that worker's report would rebuild whatever its blocks contain.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class ParityReplies:
             raise ProtocolError(f"layers {ask.first_layer} to {ask.last_layer} are requested")
         if not offer.load.wait_for_progress(ask.last_layer - 1, LATE_LOAD_S):
             raise TransferRefusedError(f"no layer was loaded for {LATE_LOAD_S:g} s: {ask}")
+        if ask.page >= offer.load.done[offer.number]:
+            raise TransferRefusedError(f"it was not loaded here: {ask}")
         if (blocks := pages[ask.page]) is None:
             raise TransferRefusedError(f"its blocks were freed: {ask}")
         layers = range(ask.first_layer, ask.last_layer)
