@@ -1,8 +1,8 @@
 """Counts the Python files and functions of Lamina that one warm ``LLM.generate`` of 8 tokens crosses.
 
 One memory worker over loopback: all workers are threads of this process, and each has a profile hook from its start. A
-function counts once, in whichever thread it runs, if each of three equal calls crosses it. So a health check, which only
-a long wait makes, does not count. A comprehension is part of its function. Prints JSON lines.
+function counts once, in whichever thread it runs, if each of three equal calls crosses it. So a health check, which
+only a long wait makes, does not count. A comprehension is part of its function. Prints JSON lines.
 """
 
 from __future__ import annotations
