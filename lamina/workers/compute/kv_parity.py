@@ -1,8 +1,9 @@
 """The parity of memory workers' KV: one more worker stores the exclusive or of the others' equal runs of heads, bit by
 bit. So the KV of each worker, this one included, is the exclusive or of the KV of all others.
 
-Compute and prefill workers send K and V to it as to the others. It attends nothing, so no worker waits for it. A step
-that it has not written when a worker is lost does not count as done. Imports no torch: the driver needs it too.
+Compute and prefill workers send K and V to it as to the others. It attends nothing, so no step waits for it. A
+step that it has not written when a worker is lost does not count as done. A load from storage ends once it has the
+loaded pages, too. Imports no torch: the driver needs it too.
 """
 
 from __future__ import annotations
