@@ -20,7 +20,6 @@ from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
-from lamina.scheduler.sessions.session_table import Sessions
 from lamina.scheduler.surviving_kv import StateReports, SurvivingTokens, num_stored_tokens
 
 from .feature import EngineFeature
@@ -63,8 +62,7 @@ class Engine:
         self.config = config = options_for_model(config, self.worker_info)
         self._clock, self._trace = clock, trace
         self.accounting = new_block_tables(self.worker_info)
-        sessions = Sessions()
-        prefixes = build_prefix_cache(config, self.worker_info, self.accounting, sessions, clock)
+        prefixes = build_prefix_cache(config, self.worker_info, self.accounting, clock)
         stored = build_offload_index(config, self.worker_info, self.accounting, prefixes)
         self.slo_admission = build_slo_admission(config, self.worker_info, prefixes, stored, clock, trace)
         conducts = keeps_slo or config.topology.prefill_workers > 0 or self.slo_admission.decision_log is not None
@@ -78,10 +76,10 @@ class Engine:
             conducts=conducts,
             scheduler_class=self.scheduler_class,
         )
-        self.sessions = EngineSessions(self.scheduler, sessions, self.worker_info.max_model_len)
+        self.sessions = EngineSessions(self.scheduler, prefixes.sessions, self.worker_info.max_model_len)
         own = build_engine_features(config, self.scheduler, self.slo_admission, conducts=conducts)
         self.features = (*own, *features)
-        self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, sessions)
+        self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, prefixes.sessions)
         self.requests = ActiveRequests(clock)
         self.vocabulary = VocabularyDelivery()
         self.in_flight: dict[tuple[int, int], ScheduledStep] = {}  # by batch and step

@@ -13,6 +13,7 @@ from msgspec import structs
 from lamina.config.conflicts import WINDOWED_LAYERS, conflict_text
 from lamina.config.engine_config import EngineConfig
 from lamina.config.sparsity import parse_error_budget
+from lamina.kv.page_keys import ChainRoot
 from lamina.observe.trace import Recorder
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.capacity import Capacity, num_usable_blocks
@@ -37,10 +38,10 @@ from lamina.scheduler.kv_manager.stored_states import StoredStates
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
+from lamina.scheduler.prefix_index import PrefixIndex
 from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
-from lamina.scheduler.sessions.session_table import Sessions
 from lamina.scheduler.slo_admission import SloAdmission
 from lamina.scheduler.sparsity.pruning import BlockPruner
 from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
@@ -287,7 +288,7 @@ def build_engine_features(
 
 
 def build_prefix_cache(
-    config: EngineConfig, info: ComputeReady, tables: BlockTables, sessions: Sessions, clock: Callable[[], float]
+    config: EngineConfig, info: ComputeReady, tables: BlockTables, clock: Callable[[], float]
 ) -> PrefixCache:
     """Returns the prefix cache. With ``--deterministic``, prefixes end where chunks of a fresh prompt end."""
     batching, fixed = config.batching, config.model.deterministic
@@ -298,7 +299,9 @@ def build_prefix_cache(
     if info.state_shards:
         versions = versions_of_sequence(config.topology.max_batches)
         form = partial(HybridPrefixCache, StateLedger(info.state_shards, info.state_slots, versions))
-    return form(tables, kept, prompts_only=prompts_only, exact=not fixed, clock=clock, sessions=sessions)
+    stored = info.storage
+    index = PrefixIndex(ChainRoot(stored.secret, stored.identity, stored.era) if stored else None)
+    return form(tables, kept, prompts_only=prompts_only, exact=not fixed, clock=clock, prefix_index=index)
 
 
 def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:

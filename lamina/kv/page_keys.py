@@ -1,16 +1,16 @@
-"""Keys of pages: a key identifies all tokens up to the page's end, the model and the tenant.
+"""Keys of pages: a key identifies all tokens up to the page's end, the model and the tenant, and not the page's size.
 
-    key(page n) = SHA-256(tag, key(page n - 1), n, tokens of page n)
-    key(page -1) = root = HMAC-SHA256(store secret; tag, identity, tenant, salt, era where there was a reset)
+    key(n tokens) = SHA-256(tag, key(m tokens), m, tokens m .. n)   m: the last multiple of KEY_TOKENS before n
+    key(0 tokens) = root = HMAC-SHA256(store secret; tag, identity, tenant, salt, era where there was a reset)
 
-Each field goes in with its length before it, so that no two lists of fields are the same bytes. Without the secret,
-a key does not reveal its tokens, and guesses cannot be checked. Numbers are little-endian, of 8 bytes; tokens of
-4.
+So a prefix has one key in the pool, in storage and on prefill workers, whose pages differ in size. Each field goes in
+with its length before it, so that no two lists of fields are the same bytes. Without the secret, a key does not reveal
+its tokens, and guesses cannot be checked. Numbers are little-endian, of 8 bytes; tokens of 4.
 
     key(states after page n, whole or begun) = first bytes of the key of the last whole page, number of tokens,
                                                first bytes of SHA-256(tag, key(page n))
 
-So the states that follow a page are found by their keys alone.
+The states that follow a page are found by their keys alone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from __future__ import annotations
 import hmac
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
 from .pages import TENANT_BYTES
 
+KEY_TOKENS = 16  # most block sizes are multiples
 SECRET_BYTES = 32
 SALT_BYTES = 32  # bytes of the part of a salt that names the tenant
 ERA_BYTES = 16
@@ -68,19 +69,44 @@ def root_key(secret: bytes, identity: bytes, tenant: bytes, salt: bytes = b"", e
     return _hmac(secret, b"lamina kv root 1", identity, tenant, salt, *([era] if era else []))
 
 
-def page_key(parent: bytes, number: int, tokens: Sequence[int]) -> bytes:
-    """Return the key, 32 bytes, of page ``number`` with ``tokens`` after the page of key ``parent``. Raises ValueError
-    if there are none, or OverflowError for a token that does not fit in 32 bits.
+class ChainRoot:
+    """The key before the first page of every chain of an engine. It depends on the salt of the sequence."""
+
+    def __init__(self, secret: bytes = bytes(SECRET_BYTES), identity: bytes = b"", era: bytes = b"") -> None:
+        """``secret``: of the store; without one, no one else sees a key. ``identity``: of the model and its KV."""
+        self._secret, self._identity, self.era = secret, identity, era
+
+    def __call__(self, salt: bytes, owner: bytes | None = None) -> bytes:
+        """Return the root for ``salt``, of the tenant of prompts with the salt ``owner``; None: with ``salt``."""
+        return root_key(self._secret, self._identity, self.tenant_tag(salt if owner is None else owner), salt, self.era)
+
+    def tenant_tag(self, salt: bytes) -> bytes:
+        """Return the tag of the tenant of a prompt with ``salt``."""
+        return tenant_tag(self._secret, tenant_of(salt))
+
+
+def prefix_keys(parent: bytes, first: int, tokens: Sequence[int]) -> Iterator[bytes]:
+    """Yield the keys, 32 bytes each, of prefixes that end after each KEY_TOKENS of ``tokens``, and of the one that ends
+    with these. ``parent``: the key of what is before, which are ``first`` tokens, a multiple of KEY_TOKENS. Raises
+    OverflowError for a token that does not fit in 32 bits.
     """
-    if not tokens:
-        raise ValueError("a page has at least one token")
     words = array("I", tokens)
     if sys.byteorder == "big":
         words.byteswap()
-    sizes = len(parent), len(words) * words.itemsize
-    before, after = (size.to_bytes(_LENGTH_BYTES, "little") for size in sizes)  # as ``_joined`` does, in less time
-    which = number.to_bytes(8, "little")
-    return sha256(b"%b%b%b%b%b%b%b" % (_PAGE_TAG, before, parent, _EIGHT, which, after, words.tobytes())).digest()
+    for at in range(0, len(words), KEY_TOKENS):
+        data, which = words[at : at + KEY_TOKENS].tobytes(), (first + at).to_bytes(_LENGTH_BYTES, "little")
+        sizes = len(parent), len(data)
+        before, after = (size.to_bytes(_LENGTH_BYTES, "little") for size in sizes)  # as ``_joined`` does, in less time
+        parent = sha256(b"%b%b%b%b%b%b%b" % (_PAGE_TAG, before, parent, _EIGHT, which, after, data)).digest()
+        yield parent
+
+
+def page_key(parent: bytes, first: int, tokens: Sequence[int]) -> bytes:
+    """Return the last one of ``prefix_keys``. Raises ValueError if there are no tokens."""
+    if not tokens:
+        raise ValueError("a page has at least one token")
+    *_, key = prefix_keys(parent, first, tokens)
+    return key
 
 
 def state_key(whole: bytes, last: bytes, tokens: int) -> bytes:
@@ -112,4 +138,4 @@ def _joined(*fields: bytes) -> bytes:
     return b"".join(part for field in fields for part in (len(field).to_bytes(_LENGTH_BYTES, "little"), field))
 
 
-_PAGE_TAG, _EIGHT = _joined(b"lamina kv page 1"), (8).to_bytes(_LENGTH_BYTES, "little")
+_PAGE_TAG, _EIGHT = _joined(b"lamina kv page 2"), (8).to_bytes(_LENGTH_BYTES, "little")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Several
 
 from lamina.kv.pages import PAGE
 
@@ -20,6 +21,12 @@ class PrefillPlacement(Feature):
 
     def __init__(self, prefill: PrefillDispatcher, prefix_cache: PrefixCache) -> None:
         self._prefill, self._prefix_cache = prefill, prefix_cache
+
+    def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[()]:
+        """Tell the Conductor the new keys of the prompts that prefill workers will have, if there is storage."""
+        if era:
+            self._prefill.slo_admission.rename_pages()
+        return ()
 
     def find_starts(self, candidates: Candidates) -> None:
         """Remove starts that the sequence's prefill worker cannot use, or let the sequence wait for that worker."""

@@ -1,64 +1,90 @@
 """The index of prefixes: maps the hash of a chain of pages to the places that hold its K and V.
 
-A *place* is the pool of the memory workers, a prefill worker, or a KV shard of storage, as an int with one bit. Storage
-and prefill workers *have* a page once it is promised there, and can provide it once it is *ready*. In the pool and on
-prefill workers, sequences hold chains of pages. The pool promises none, so ``match``, ``has``, ``keys`` and
-``num_pages`` tell nothing of it. Pure policy: no torch, no I/O, no clock.
+A *place* is the pool of the memory workers, a prefill worker, a KV shard of storage, or all sessions together, as an
+int with one bit. Storage and prefill workers *have* a page once it is promised there, and can provide it once it is
+*ready*. In the pool and on prefill workers, sequences hold chains of pages. Sessions lease the pages of their last
+turns. A prefix has one key in all places, whatever the size of their pages. Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from hashlib import sha256
+from typing import TYPE_CHECKING, Protocol
 
-from lamina.kv.page_keys import page_key
+from lamina.kv.page_keys import KEY_TOKENS, ChainRoot, page_key, prefix_keys
 
-from .sequence import Sequence
-from .sessions.session_table import SessionState
+if TYPE_CHECKING:
+    from .sequence import Sequence
+    from .sessions.session_table import SessionState
 
 Place = int
-POOL, PREFILL = "pool", "prefill"  # kinds of places; storage is another
+POOL, PREFILL, SESSIONS = "pool", "prefill", "sessions"  # kinds of places; storage is another
 
 
-def salted_root(salt: bytes) -> bytes:
-    """Return the key before the first page of a prompt with ``salt``, where no store sees its keys."""
-    return sha256(b"salt" + salt).digest()
+class Keyed(Protocol):
+    """Tokens with the keys of their prefixes that are known: ``page_keys`` after each KEY_TOKENS of them, and
+    ``partial_page_keys`` by other lengths.
+    """
+
+    salt: bytes
+    page_keys: list[bytes]
+    partial_page_keys: dict[int, bytes]
+
+    @property
+    def tokens(self) -> Several[int]: ...
+
+
+@dataclass
+class KeyedTokens:
+    """The tokens of no sequence, as Keyed has them."""
+
+    salt: bytes
+    tokens: Several[int]
+    page_keys: list[bytes] = field(default_factory=list)
+    partial_page_keys: dict[int, bytes] = field(default_factory=dict)
 
 
 class PageKeys:
-    """Computes the keys of pages of one size (lamina.kv.page_keys), and caches them in each sequence."""
+    """Computes the keys of pages of one size (lamina.kv.page_keys). A sequence caches them for all sizes."""
 
-    def __init__(self, page_size: int, root: Callable[[bytes], bytes] = salted_root) -> None:
-        """``page_size``: tokens; 0: there are no pages. ``root``: the key before the first page, by the salt."""
-        self.page_size, self.root = page_size, root
+    def __init__(self, page_size: int, root: ChainRoot | None = None) -> None:
+        """``page_size``: tokens; 0: there are no pages. ``root``: of all keys that a sequence caches; None: one without
+        a store.
+        """
+        self.page_size, self._root = page_size, root or ChainRoot()
 
-    def whole(self, sequence: Sequence, length: int) -> list[bytes]:
+    def whole(self, of: Keyed, length: int) -> list[bytes]:
         """Return the keys of the whole pages of its first ``length`` tokens."""
-        known, count = sequence.page_keys.setdefault(self, []), length // self.page_size if self.page_size else 0
-        if len(known) < count:
-            known += self.after(known, sequence.salt, sequence.tokens[: count * self.page_size])
-        return known[:count]
+        page = self.page_size
+        if not page or length < page:
+            return []
+        length = min(length, len(of.tokens))
+        if page % KEY_TOKENS:
+            return [self.partial(of, stop) for stop in range(page, length + 1, page)]
+        step = page // KEY_TOKENS
+        return self._chain(of, length)[step - 1 : length // page * step : step]
 
-    def after(self, known: Several[bytes], salt: bytes, tokens: Several[int]) -> list[bytes]:
-        """Return the keys of the whole pages of ``tokens`` after the ``known`` ones."""
-        keys, parent, page = list[bytes](), known[-1] if known else self.root(salt), self.page_size
-        for number in range(len(known), len(tokens) // page):
-            parent = page_key(parent, number, tokens[number * page : (number + 1) * page])
-            keys.append(parent)
-        return keys
-
-    def partial(self, sequence: Sequence, length: int) -> bytes:
-        """Return the key of the partial page with which its first ``length`` tokens end."""
-        if (key := sequence.partial_page_keys.get((self, length))) is None:
-            whole = self.whole(sequence, length)
-            parent, first = whole[-1] if whole else self.root(sequence.salt), len(whole) * self.page_size
-            key = page_key(parent, len(whole), sequence.tokens[first:length])
-            sequence.partial_page_keys[self, length] = key
+    def partial(self, of: Keyed, length: int) -> bytes:
+        """Return the key of the page, whole or not, with which its first ``length`` tokens end."""
+        chain = self._chain(of, length)
+        if not length % KEY_TOKENS:
+            return chain[length // KEY_TOKENS - 1]
+        if (key := of.partial_page_keys.get(length)) is None:
+            first = length // KEY_TOKENS * KEY_TOKENS
+            parent = chain[first // KEY_TOKENS - 1] if first else self._root(of.salt)
+            key = of.partial_page_keys[length] = page_key(parent, first, of.tokens[first:length])
         return key
+
+    def _chain(self, of: Keyed, length: int) -> list[bytes]:
+        """Return its keys after each KEY_TOKENS, those of the first ``length`` tokens at least."""
+        known, first, stop = of.page_keys, len(of.page_keys) * KEY_TOKENS, length // KEY_TOKENS * KEY_TOKENS
+        if first < stop:
+            known += prefix_keys(known[-1] if known else self._root(of.salt), first, of.tokens[first:stop])
+        return known
 
 
 @dataclass
@@ -114,11 +140,14 @@ NOTHING = _Begun()
 class PrefixIndex:
     """Pages by key. Keys of a chain are given from its first page on."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: ChainRoot | None = None) -> None:
+        """``root``: of all chains; None: one without a store."""
+        self.root = root or ChainRoot()
         self._pages: dict[bytes, _Page] = {}
         self._holdings: dict[Place, OrderedDict[int, Holding]] = {}
         self._places: dict[tuple[str, int], Place] = {}
         self._kinds: dict[Place, str] = {}
+        self._of_kind = defaultdict[str, Place](int)  # all places of a kind
         self._num_pages = Counter[Place]()
         self._num_replicas = Counter[str]()  # by kind
 
@@ -130,20 +159,23 @@ class PrefixIndex:
     def place(self, kind: str, number: int = 0) -> Place:
         place = self._places.setdefault((kind, number), 1 << len(self._places))
         self._kinds[place] = kind
+        self._of_kind[kind] |= place
         return place
 
     def promise(self, place: Place, keys: Several[bytes]) -> None:
         """Record that a place will have pages. Later prompts there can match them."""
         for key in keys:
-            page = self._page(key)
-            if not page.places & place:
-                self._num_replicas[self._kinds[place]] += bool(page.places)
-                self._num_pages[place] += 1
-                page.places |= place
+            self._page_at(place, key)
 
-    def _page(self, key: bytes) -> _Page:
+    def _page_at(self, place: Place, key: bytes) -> _Page:
+        """Return a page, which the place has from now on."""
         if (page := self._pages.get(key)) is None:
             page = self._pages[key] = _Page()
+        if not page.places & place:
+            kind = self._kinds[place]
+            self._num_replicas[kind] += bool(page.places & self._of_kind[kind])
+            self._num_pages[place] += 1
+            page.places |= place
         return page
 
     def confirm(self, place: Place, keys: Iterable[bytes]) -> None:
@@ -168,10 +200,10 @@ class PrefixIndex:
             gone = page.places & places & ~(0 if ready else page.ready)
             for place in _bits(gone):
                 if place not in page.begun:
-                    page.places, page.ready = page.places & ~place, page.ready & ~place
-                    self._num_replicas[self._kinds[place]] -= bool(page.places)
+                    page.places, page.ready, kind = page.places & ~place, page.ready & ~place, self._kinds[place]
+                    self._num_replicas[kind] -= bool(page.places & self._of_kind[kind])
                     self._num_pages[place] -= 1
-            if not page.places and not page.begun:
+            if not page.places:
                 del self._pages[key]
 
     def clear(self, places: Place, *, ready: bool = True) -> None:
@@ -190,10 +222,10 @@ class PrefixIndex:
         page = self._pages.get(key)
         return page is not None and bool(page.ready & places)
 
-    def is_replicated(self, key: bytes) -> bool:
-        """Return True if a page is ready at several places."""
+    def is_replicated(self, kind: str, key: bytes) -> bool:
+        """Return True if a page is ready at several places of a kind."""
         page = self._pages.get(key)
-        return page is not None and page.ready.bit_count() > 1
+        return page is not None and (page.ready & self._of_kind[kind]).bit_count() > 1
 
     def num_pages(self, place: Place) -> int:
         """The number of pages that a place has."""
@@ -216,12 +248,17 @@ class PrefixIndex:
                     break
         return list(lengths.values())
 
+    def match_along(self, places: Iterable[Place], keys: Several[bytes]) -> int:
+        """Return how many of the first pages are ready, each at its own one of ``places``."""
+        alike = (self.has(place, key) for place, key in zip(places, keys, strict=True))
+        return next((number for number, has in enumerate(alike) if not has), len(keys))
+
     def hold(self, place: Place, number: int, holding: Holding) -> None:
         """Hold the chain of a sequence in a place, by the sequence's id."""
         self.holdings(place)[number] = holding
         before: _Begun | None = None
         for at, key in enumerate(holding.keys):
-            page = self._page(key)
+            page = self._page_at(place, key)
             begun = page.begun.get(place)
             if begun is None:
                 begun = page.begun[place] = _Begun()
@@ -253,6 +290,20 @@ class PrefixIndex:
         self.drop(place, gone)
         return holding
 
+    def lease(self, place: Place, number: int, keys: Iterable[bytes]) -> None:
+        """Let a session, by its number, lease pages of a place, which has them until all leases have ended."""
+        for key in keys:
+            self._page_at(place, key).begun.setdefault(place, _Begun()).sequences[number] = None
+
+    def end_lease(self, place: Place, number: int, keys: Several[bytes]) -> None:
+        """End the lease of a session on pages."""
+        for key in keys:
+            begun = self._pages[key].begun
+            del begun[place].sequences[number]
+            if not begun[place].sequences:
+                del begun[place]
+        self.drop(place, keys)
+
     def add_snapshot(self, place: Place, number: int, length: int, page_size: int) -> None:
         """Record that the states of a held sequence are kept after ``length`` tokens, one whole page at least."""
         holding, at = self._holdings[place][number], length // page_size - 1
@@ -281,14 +332,6 @@ class PrefixIndex:
     def sequences(self, place: Place, key: bytes) -> dict[int, None]:
         """Return the held sequences whose chains contain a page, in order of arrival."""
         return self._begun(place, key).sequences
-
-    def num_held(self, place: Place, keys: Several[bytes]) -> int:
-        """Return how many of the first pages held sequences have."""
-        for number, key in enumerate(keys):
-            page = self._pages.get(key)
-            if page is None or place not in page.begun:
-                return number
-        return len(keys)
 
     def end(self, place: Place, key: bytes) -> int | None:
         """Return the leased sequence whose chain ends with a page."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lamina.kv.sparsity import BlockScores
 from lamina.protocol.control import SampledToken
@@ -14,9 +14,6 @@ from lamina.request import CompletionOutput, SamplingParams
 from .sessions.session_table import SessionState
 from .sessions.token_ranges import TokenRanges
 from .sparsity.error_budget import CompletionErrors
-
-if TYPE_CHECKING:
-    from .prefix_index import PageKeys
 
 FULL_ATTENTION_SALT = b" dense"  # added to the salt of sequences that attend all KV on a sparse engine
 
@@ -114,9 +111,9 @@ class Sequence:
     logits_stale: bool = False  # the logits in flight are those after the token before the last
     # Tokens of the pages that are saved as they fill, if pages are offloaded.
     num_tokens_offloaded: int = 0
-    # Cached keys of its pages: of whole ones, and by length of partial ones.
-    page_keys: dict[PageKeys, list[bytes]] = field(default_factory=dict)
-    partial_page_keys: dict[tuple[PageKeys, int], bytes] = field(default_factory=dict)
+    # Cached keys of its prefixes: see prefix_index.Keyed.
+    page_keys: list[bytes] = field(default_factory=list)
+    partial_page_keys: dict[int, bytes] = field(default_factory=dict)
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

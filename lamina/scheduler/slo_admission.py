@@ -343,6 +343,10 @@ class SloAdmission:
         for sequence in booked:
             self.reserve(sequence)
 
+    def rename_pages(self) -> None:
+        """Name the pages of reserved prompts by their new keys, since a new era has begun."""
+        self.conductor.rename_pages({s: [] if s.do_not_cache else self._keys_of(s) for s in self._reservations})
+
     def on_round_done(self, rows: int, stored: float, seconds: float) -> None:
         """Record the time of a round that only decodes, from the end of the previous round. Needs limits."""
         if not self.has_limits:
@@ -367,10 +371,14 @@ class SloAdmission:
         if not self._on_prefill_workers:
             return PromptInfo(tokens, num_cached_tokens=self.cached_tokens_of(sequence), priority=priority)
         stored, loaded = self._stored_tokens_of(sequence) if self.conductor.stored_latency else (0, 0)
-        keeps = self.keeps_prompts and not sequence.discarded_ranges
-        keys = self.keys.whole(sequence, min(len(sequence.prompt), sequence.num_prefill_tokens)) if keeps else ()
-        page = self.keys.page_size if self.keeps_prompts else 1
+        keys, page = self._keys_of(sequence), self.keys.page_size if self.keeps_prompts else 1
         return PromptInfo(tokens, keys, page, priority=priority, num_stored_tokens=stored, num_loaded_tokens=loaded)
+
+    def _keys_of(self, sequence: Sequence) -> Several[bytes]:
+        """The keys of the pages that prefill workers keep of a prompt."""
+        if not self.keeps_prompts or sequence.discarded_ranges:
+            return ()
+        return self.keys.whole(sequence, min(len(sequence.prompt), sequence.num_prefill_tokens))
 
     def _join(self, sequence: Sequence) -> None:
         if self.has_limits:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import struct
+from hashlib import sha256
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.kv.page_keys import Identity, page_key, root_key, tenant_of, tenant_tag
+from lamina.kv.page_keys import KEY_TOKENS, ChainRoot, Identity, page_key, prefix_keys, root_key, tenant_of, tenant_tag
 from lamina.kv.pages import PAGE
 from lamina.scheduler.sequence import FULL_ATTENTION_SALT
 
@@ -50,12 +53,34 @@ def test_roots_differ() -> None:
     assert root_key(SECRET, digest, tag) == ROOT, "a restart hits"
 
 
+def test_a_root_is_that_of_a_store_a_tenant_and_an_era() -> None:
+    root, tenant = ChainRoot(SECRET, IDENTITY.digest()), b"t" * 32
+    assert root(b"") == root_key(SECRET, IDENTITY.digest(), tenant_tag(SECRET, b""))
+    assert root(tenant) == root_key(SECRET, IDENTITY.digest(), tenant_tag(SECRET, tenant), tenant)
+    assert root(b"x", tenant) == root_key(SECRET, IDENTITY.digest(), tenant_tag(SECRET, tenant), b"x")
+    before, root.era = root(tenant), b"e" * 16
+    assert root(tenant) != before
+    assert ChainRoot()(b"") != ChainRoot()(tenant)
+
+
 def chain(tokens: list[int]) -> list[bytes]:
-    """Returns the keys of all pages of ``tokens``, the last one with what is left."""
+    """Returns the keys of ``tokens`` after each page, and of all of them, each from the one before."""
     keys = [ROOT]
     for at in range(0, len(tokens), PAGE):
-        keys.append(page_key(keys[-1], at // PAGE, tokens[at : at + PAGE]))
+        keys.append(page_key(keys[-1], at, tokens[at : at + PAGE]))
     return keys[1:]
+
+
+def test_a_prefix_has_the_key_that_its_format_says() -> None:
+    """Fields with their sizes before them, hashed step by step."""
+    parent, keys = ROOT, list[bytes]()
+    for at in range(0, len(TOKENS), KEY_TOKENS):
+        tokens = struct.pack(f"<{len(TOKENS[at : at + KEY_TOKENS])}I", *TOKENS[at : at + KEY_TOKENS])
+        fields = b"lamina kv page 2", parent, struct.pack("<Q", at), tokens
+        parent = sha256(b"".join(struct.pack("<Q", len(field)) + field for field in fields)).digest()
+        keys.append(parent)
+    assert [*prefix_keys(ROOT, 0, TOKENS)] == keys
+    assert page_key(ROOT, 0, TOKENS) == chain(TOKENS)[-1] == parent
 
 
 @given(at=st.integers(0, len(TOKENS) - 1), token=st.integers(0, 2**32 - 1))
@@ -67,7 +92,7 @@ def test_a_key_stands_for_all_tokens_before_its_end(at: int, token: int) -> None
 
 
 def test_a_page_depends_on_its_parent_and_number() -> None:
-    tokens = TOKENS[:PAGE]
+    tokens = TOKENS[:KEY_TOKENS]
     keys = {page_key(ROOT, 0, tokens), page_key(ROOT, 1, tokens), page_key(b"p" * 32, 0, tokens)}
     assert len(keys) == 3
 
@@ -75,7 +100,7 @@ def test_a_page_depends_on_its_parent_and_number() -> None:
 def test_recorded_keys() -> None:
     """Later engines find what lies in a store: the keys change with the tags' numbers alone."""
     assert ROOT.hex()[:16] == "d322a3579462c5b9"
-    assert page_key(ROOT, 0, TOKENS[:PAGE]).hex()[:16] == "e2961df6d9350dbc"
+    assert page_key(ROOT, 0, TOKENS[:KEY_TOKENS]).hex()[:16] == "360c98aefb1d2756"
 
 
 def test_refusals() -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.kv.page_keys import ChainRoot, page_key
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.scheduler.prefix_index import POOL, PREFILL, Holding, PageKeys, PrefixIndex
+from lamina.scheduler.prefix_index import POOL, PREFILL, Holding, KeyedTokens, PageKeys, PrefixIndex
 from lamina.scheduler.sequence import Sequence
 from lamina.tools.plan.simulator.bounded_index import BoundedPrefixIndex
 
@@ -81,7 +82,7 @@ def test_what_is_held_is_found_by_its_tokens_and_by_none_else(
             wanted, pages = chain_of(keys, sequence(tokens)), pages_of(tokens)
             found = [list(index.sequences(place, key)) for key in wanted]
             assert found == [oracle.begun.get((kind, page), []) for page in pages]
-            count = index.num_held(place, wanted)
+            (count,) = index.match([place], wanted)
             assert count == next((n for n, numbers in enumerate(found) if not numbers), len(found))
             for at in range(1, min(count, len(tokens) // SIZE) + 1):
                 rest = tokens[at * SIZE : (at + 1) * SIZE]
@@ -118,12 +119,47 @@ def test_partial_pages_with_which_a_page_begins_are_found() -> None:
     assert [index.end(pool, key) for key in index.parts(pool, first, [4, 5])] == [0]
 
 
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=300), st.permutations([1, 3, 16, 32, 48, 64, 128]))
+def test_a_prefix_has_one_key_whatever_the_size_of_pages(tokens: list[int], sizes: list[int]) -> None:
+    root, known = ChainRoot(), sequence(tokens)
+    wanted = {stop: page_key(root(b""), 0, tokens[:stop]) for stop in range(1, len(tokens) + 1)}
+    for size in sizes:
+        keys = PageKeys(size, root)
+        assert keys.whole(known, len(tokens)) == [wanted[n] for n in range(size, len(tokens) + 1, size)]
+        assert keys.whole(sequence(tokens), len(tokens) // 2) == keys.whole(known, len(tokens) // 2)
+        assert keys.partial(known, len(tokens)) == wanted[len(tokens)]
+
+
+def test_a_page_in_storage_and_in_the_pool_is_no_replica_of_one_that_a_prefill_worker_has() -> None:
+    index, keys, held = PrefixIndex(), PageKeys(SIZE), sequence([1, 2, 3, 4, 5, 6], 7)
+    worker, disk, chain = index.place(PREFILL), index.place("file"), keys.whole(held, 6)
+    for place in (worker, disk):
+        index.add(place, chain)
+    index.hold(index.place(POOL), 7, Holding(held, chain, 6))
+    assert index.match([index.place(POOL), worker, disk], chain) == [2, 2, 2]
+    assert not index.is_replicated(PREFILL, chain[-1])
+    assert index.num_replicas(PREFILL) == 0
+    index.drop(worker, chain)
+    assert index.num_replicas(PREFILL) == 0
+
+
+def test_a_chain_that_lies_in_several_places_is_followed_from_one_to_the_next() -> None:
+    index, keys = PrefixIndex(), [bytes([n]) for n in range(4)]
+    one, other = (index.place("file", shard) for shard in range(2))
+    index.add(one, [keys[0], keys[2]])
+    index.add(other, [keys[1]])
+    index.promise(other, [keys[3]])
+    assert index.match_along([one, other, one, other], keys) == 3, "the last one is promised alone"
+    assert index.match_along([one, one, one, one], keys) == 1
+    assert index.match_along([0, one, one, one], keys) == 0, "no place"
+
+
 @pytest.mark.parametrize("salt", [b"", b"a"])
 def test_pages_of_another_salt_have_other_keys(salt: bytes) -> None:
     keys, tokens = PageKeys(SIZE), list(range(7))
     other = chain_of(keys, sequence(tokens, salt=b"b"))
     assert not {*other} & {*chain_of(keys, sequence(tokens, salt=salt))}
-    assert keys.after([], b"b", tokens) == other[:2]
+    assert keys.whole(KeyedTokens(b"b", tokens), 7) == other[:2]
 
 
 @given(
@@ -154,7 +190,7 @@ def test_places_have_what_they_were_given(moves: list[tuple[int, int, int, str]]
             assert found == [next((n for n, key in enumerate(keys) if key not in own), 7) for own in there]
         for key in keys:
             assert [index.has(place, key) for place in places] == [key in own for own in ready]
-            assert index.is_replicated(key) == (sum(key in own for own in ready) > 1)
+            assert index.is_replicated(PREFILL, key) == (sum(key in own for own in ready) > 1)
     assert [index.num_pages(place) for place in places] == [len(own) for own in held]
     assert index.num_replicas(PREFILL) == sum(map(len, held)) - len(set().union(*held))
     assert index.num_known_pages == len(set().union(*held))

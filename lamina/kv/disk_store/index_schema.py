@@ -14,7 +14,7 @@ from lamina.kv.pages import Page, PageFragment, Provenance
 
 from .encryption import TAG_BYTES
 
-VERSION = 2
+VERSION = 3
 SCHEMA = """
 CREATE TABLE segments (id INTEGER PRIMARY KEY AUTOINCREMENT, size INTEGER NOT NULL);
 CREATE TABLE sets (id INTEGER PRIMARY KEY, atoms BLOB NOT NULL UNIQUE);

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -198,6 +198,14 @@ class Conductor:
         choice, prompt = self._reservations[request]
         moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.tokens_of_pages(n) <= choice.prefix]
         self.prefix_index.confirm(self.places[choice.worker], moved)
+
+    def rename_pages(self, keys: Mapping[Hashable, Sequence[bytes]]) -> None:
+        """Drop all pages, and promise those of reserved requests under their new ``keys``."""
+        self.prefix_index.clear(sum(self.places))
+        for request, new in keys.items():
+            choice, prompt = self._reservations[request]
+            self._reservations[request] = choice, prompt._replace(keys=new)
+            self.prefix_index.promise(self.places[choice.worker], new)
 
     def record_transfer(self, tokens: int, seconds: float, ahead_s: float = 0.0) -> None:
         """Learn from a transfer of ``tokens``, for which a worker waited ``seconds``.

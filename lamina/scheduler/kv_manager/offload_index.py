@@ -18,7 +18,7 @@ from itertools import groupby
 
 from msgspec import structs
 
-from lamina.kv.page_keys import page_key, root_key, tenant_of, tenant_tag
+from lamina.kv.page_keys import page_key
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.executor import Report
@@ -35,7 +35,7 @@ from lamina.protocol.step_plan import (
     Transfer,
 )
 from lamina.scheduler.feature import Feature, Loss, PlanDraft, Scheduling
-from lamina.scheduler.prefix_index import PageKeys, Place, PrefixIndex
+from lamina.scheduler.prefix_index import KeyedTokens, PageKeys, Place, PrefixIndex
 from lamina.scheduler.scheduler_output import TransferResult
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.token_ranges import count_tokens
@@ -85,7 +85,7 @@ class OffloadIndex(Feature):
         facts: OffloadFacts,
         tables: BlockTables,
         holders: Several[Several[int]],
-        prefix_index: PrefixIndex | None = None,
+        prefix_index: PrefixIndex,
         *,
         whole: int = 1,
         prompts_only: bool = False,
@@ -93,7 +93,8 @@ class OffloadIndex(Feature):
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
         states: StoredStates | None = None,
     ) -> None:
-        """``holders``: the memory workers of each layer group. A prompt is loaded up to a multiple of ``whole`` tokens.
+        """``holders``: the memory workers of each layer group. ``prefix_index``: of keys with the store's root.
+        A prompt is loaded up to a multiple of ``whole`` tokens.
 
         ``prompts_only``: completions are not saved. ``num_parity``: other memory workers, which keep the parity of what
         is loaded; they report as all do. ``cached_tokens_of``: returns how many tokens of a waiting sequence
@@ -103,10 +104,9 @@ class OffloadIndex(Feature):
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
         self._num_parity, self._exact = num_parity, not prompts_only  # exact: partial pages are stored, too
-        self.keys, self.states = PageKeys(facts.page_size, self._root_key), states or StoredStates()
+        self.keys, self.states = PageKeys(facts.page_size, prefix_index.root), states or StoredStates()
         self.states.use_pages(self.keys, 1 if self._exact else whole)
-        self._secret, self.identity, self._era = facts.secret, facts.identity, facts.era
-        self._index, self._places = prefix_index or PrefixIndex(), list[Place]()  # of KV shards
+        self.identity, self._index, self._places = facts.identity, prefix_index, list[Place]()  # of KV shards
         self._ledger = tables
         windows = [w for w in tables.windows if w]
         self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
@@ -145,7 +145,7 @@ class OffloadIndex(Feature):
         listed = [self._drops.exclude_deleted(keys) for keys in facts.states] if self.states.are_needed else []
         for kv_shard, place in enumerate(self._places):
             self._index.add(place, self.states.add_common(kv_shard, listed))
-        self._era, self._found = facts.era, None
+        self._index.root.era, self._found = facts.era, None
 
     def _room(self, rooms: Several[int]) -> int:
         """The capacity in pages over all KV shards. ``rooms``: the pages of which each worker can store its part."""
@@ -209,7 +209,7 @@ class OffloadIndex(Feature):
         ]
         if not left or not self.has_pages:
             return None
-        every = self.keys.after([], sequence.salt, sequence.original_prompt[: (left[-1] + 1) * page])
+        every = self.keys.whole(KeyedTokens(sequence.salt, sequence.original_prompt), (left[-1] + 1) * page)
         keys = [every[n] for n in left]
         pages = {place: self._num_moved(keys, left, place) for place in self.locations()}
         most = max(pages.values()) * page // self.whole_page_tokens * self.whole_page_tokens // page
@@ -221,11 +221,8 @@ class OffloadIndex(Feature):
 
     def _num_moved(self, keys: Several[bytes], numbers: Several[int], location: KvLocation) -> int:
         """The number of first pages that are stored for the KV shard of ``location``."""
-        lanes = [(self._kv_shard(location, now), self._kv_shard(location, was)) for now, was in enumerate(numbers)]
-        there = [
-            now == was and self._index.has(self._places[now], key) for (now, was), key in zip(lanes, keys, strict=True)
-        ]
-        return there.index(False) if False in there else len(there)
+        both = ((self._place(location, now), self._place(location, was)) for now, was in enumerate(numbers))
+        return self._index.match_along((now & was for now, was in both), keys)
 
     def _with_part(self, sequence: Sequence, whole: int, location: KvLocation, stop: int) -> int:
         """Return the end of the longest stored partial page after its ``whole`` stored tokens."""
@@ -244,8 +241,9 @@ class OffloadIndex(Feature):
 
     def num_loadable_pages(self, keys: Several[bytes], location: KvLocation) -> int:
         """The number of first pages of ``keys`` that a sequence at ``location`` can load."""
-        there = (self._has(key, self._kv_shard(location, number)) for number, key in enumerate(keys))
-        return next((number for number, has in enumerate(there) if not has), len(keys))
+        if self.is_complete:
+            return len(keys)
+        return self._index.match_along((self._place(location, number) for number in range(len(keys))), keys)
 
     def locations(self, *others: KvLocation) -> list[KvLocation]:
         """The places where a sequence can begin: ``others`` whose KV shards exist, then the start of each KV shard."""
@@ -254,8 +252,14 @@ class OffloadIndex(Feature):
         return list(dict.fromkeys([*there, *map(KvLocation, range(num))]))
 
     def _has(self, key: bytes, kv_shard: int) -> bool:
-        there = kv_shard < len(self._places)  # a session's KV shard may have been removed
-        return self.is_complete or (there and self._index.has(self._places[kv_shard], key))
+        return self.is_complete or self._index.has(self._place_of(kv_shard), key)
+
+    def _place_of(self, kv_shard: int) -> Place:
+        return self._places[kv_shard] if kv_shard < len(self._places) else 0  # a session's may have been removed
+
+    def _place(self, location: KvLocation, number: int) -> Place:
+        """Return the place of a page."""
+        return self._place_of(self._kv_shard(location, number))
 
     @property
     def has_pages(self) -> bool:
@@ -337,7 +341,7 @@ class OffloadIndex(Feature):
             key, lane = self.states.key_of(sequence, length), sequence.location.kv_shard
             coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
             if key not in coming and not self._has(key, lane):
-                tag, prompt = self._tenant_tag(sequence.salt), len(sequence.prompt)
+                tag, prompt = self._index.root.tenant_tag(sequence.salt), len(sequence.prompt)
                 op = SaveKv(sequence.id, NO_TRANSFER_ID, length, 0, [key], tag, prompt)
                 self.states.add([key])
                 self._begin_saves(sequence, [op], {key: lane})
@@ -352,14 +356,14 @@ class OffloadIndex(Feature):
         here = all(self._ledger.block_table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
         if not here or length > (self._most or length):
             return [], []
-        keys, parent = list[bytes](), self._root_key(root, sequence.salt)
+        keys, parent = list[bytes](), self._index.root(root, sequence.salt)
         for number in range(-(-length // self.page_size)):
             parent = page_key(parent, number, [number])
             keys.append(parent)
         return keys, self._export(sequence, keys, range(len(keys)), length)
 
     def _export(self, sequence: Sequence, keys: Several[bytes], numbers: Iterable[int], length: int) -> list[SaveKv]:
-        ops, prompt, tag = list[SaveKv](), len(sequence.prompt), self._tenant_tag(sequence.salt)
+        ops, prompt, tag = list[SaveKv](), len(sequence.prompt), self._index.root.tenant_tag(sequence.salt)
         for run in _runs(numbers):
             some, first = [keys[n] for n in run], run[0] * self.page_size
             count = min(len(some) * self.page_size, length - first)
@@ -447,7 +451,7 @@ class OffloadIndex(Feature):
         self._drops.pending += sorted((self.stored_keys | saving) - loading)
         self._index.clear(sum(self._places))
         self.states.clear()
-        self._found, self._era = None, era
+        self._found, self._index.root.era = None, era
         return ()
 
     def resume(self, ready: ComputeReady) -> None:
@@ -575,15 +579,6 @@ class OffloadIndex(Feature):
         if parts and self._exact and length % self.page_size and (keys or self.is_complete):
             keys.append(self.keys.partial(sequence, length))
         return keys
-
-    def _root_key(self, salt: bytes, owner: bytes | None = None) -> bytes:
-        """The key before a first page with ``salt``, of the tenant of prompts with the salt ``owner``."""
-        tag = self._tenant_tag(salt if owner is None else owner)
-        return root_key(self._secret, self.identity, tag, salt, self._era)
-
-    def _tenant_tag(self, salt: bytes) -> bytes:
-        """Return the tag of the tenant of a prompt with ``salt``."""
-        return tenant_tag(self._secret, tenant_of(salt))
 
     def _kv_shard(self, location: KvLocation, number: int) -> int:
         """Return the KV shard of a page."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 from lamina.kv.fetch_window import eviction_order
@@ -49,21 +49,20 @@ class PrefixCache(Feature):
         prompts_only: bool = False,
         exact: bool = True,
         clock: Callable[[], float] = lambda: 0.0,
-        sessions: Sessions | None = None,
         prefix_index: PrefixIndex | None = None,
     ) -> None:
         """``page``: tokens, a multiple of the block size; 0: nothing is retained. ``prompts_only``: completions are not
         retained. ``exact``: prefixes may end within a page. ``clock``: returns seconds.
         """
         self._accounting = accounting
-        self._page, self.keys = page, PageKeys(page)
-        self._prompts_only, self._exact = prompts_only, exact
         self.prefix_index = prefix_index or PrefixIndex()
+        self._page, self.keys = page, PageKeys(page, self.prefix_index.root)
+        self._prompts_only, self._exact = prompts_only, exact
         self._place = self.prefix_index.place(POOL)
         self._held = self.prefix_index.holdings(self._place)
         self._shifted = set[int]()  # by a plan; memory workers may have applied it or not
         self._clock = clock
-        self.sessions = Sessions() if sessions is None else sessions
+        self.sessions = Sessions(self.prefix_index)
         self.pinned: list[SessionState] = []  # of waiting turns, the one that is next first
         self.num_queried_tokens = 0  # tokens of admitted sequences
         self.num_hit_tokens = 0  # of them, in forks
@@ -104,7 +103,11 @@ class PrefixCache(Feature):
         if not self._page or sequence.discarded_ranges or sequence.params.prompt_logprobs is not None:
             return []
         keys = self.keys.whole(sequence, len(sequence.tokens) - 1)
-        return keys[: self.prefix_index.num_held(self._place, keys)]
+        return self._held_first(keys)
+
+    def _held_first(self, keys: list[bytes]) -> list[bytes]:
+        """Return those of the first pages that sequences in the pool have."""
+        return keys[: self.prefix_index.match([self._place], keys)[0]]
 
     def num_cached_or_pending(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence are cached, or will be soon."""
@@ -207,7 +210,7 @@ class PrefixCache(Feature):
         if not keys or sequence.do_not_cache or sequence.output.went_wrong:
             return [Free(sequence.id)]
         until = self._clock() + sequence.retention_s if sequence.retention_s else 0.0
-        held_keys = keys[: self.prefix_index.num_held(self._place, keys)]
+        held_keys = self._held_first(keys)
         session = sequence.session_to_retain
         if session is None and self._is_retained(sequence, length, keys, held_keys, snapshots):
             for number in self.prefix_index.sequences(self._place, held_keys[-1]) if until else ():
@@ -306,11 +309,10 @@ class PrefixCache(Feature):
         """The available blocks that hold KV of ended sequences, by layer group."""
         return [n - empty for n, empty in zip(free, self._accounting.free_blocks, strict=True)]
 
-    def retained_page_keys(self) -> Iterator[bytes]:
-        """Yield the known page keys of sequences that are retained or will be, in the pool and in storage."""
-        for sequence in (held.sequence for held in self._held.values() if not held.sequence.do_not_cache):
-            yield from chain.from_iterable(sequence.page_keys.values())
-            yield from sequence.partial_page_keys.values()
+    def has_page(self, key: bytes) -> bool:
+        """Return True if a page is one of a sequence that is retained or will be."""
+        held = self.prefix_index.sequences(self._place, key)
+        return any(not self._held[number].sequence.do_not_cache for number in held)
 
     def roll_back(self, loss: Loss) -> None:
         """Keep retained sequences without a lost token, except shifted ones, whose shift may not have been applied."""

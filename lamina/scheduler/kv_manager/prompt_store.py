@@ -173,7 +173,7 @@ class PromptCache:
         """The longest match in whole pages, except ``but``. It never has the last token, whose logits are needed."""
         most, page = min(most, sequence.num_tokens_with_placeholders - 1, len(sequence.prompt)), self._keys.page_size
         keys = [] if sequence.discarded_ranges else self._keys.whole(sequence, most)
-        for count in range(len(keys), 0, -1):
+        for count in range(self._index.match([self._place], keys)[0], 0, -1):
             for number in self._index.sequences(self._place, keys[count - 1]):
                 keep = SurvivingKv(number, count * page, FIRST_LOCATION)
                 if number not in but and self._accounting.forkable_blocks(keep) is not None:
@@ -205,7 +205,7 @@ class PromptCache:
             victims = [n for n in self._cached if n not in self._sources.values()]
             if not victims:
                 return False
-            victim = min(victims, key=lambda n: not self._index.is_replicated(self._cached[n].keys[-1]))
+            victim = min(victims, key=lambda n: not self._index.is_replicated(PREFILL, self._cached[n].keys[-1]))
             own = self._accounting.exclusive_blocks(
                 victim
             )  # less than it makes free, where another victim has the others

@@ -14,6 +14,7 @@ from lamina.protocol.blocks.extents import sequences_of_op
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
 from lamina.scheduler.feature import Feature, Leaving, Scheduling
+from lamina.scheduler.prefix_index import KeyedTokens
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import (
     NOWHERE,
@@ -139,7 +140,8 @@ class SessionCache(Feature):
             still = set(keys)
             session.stale_page_keys |= {key: None for key in session.keys if key not in still}
             session.stale_page_keys |= dict.fromkeys(index.states.keys_of(sequence))
-            session.keys, session.salt = keys, sequence.salt
+            self._sessions.set_pages(session, keys)
+            session.salt = sequence.salt
             session.tokens = array("I", sequence.tokens[: len(keys) * index.page_size])
         saves = [*index.save_ops(sequence, op.length), *index.save_states_ops(sequence)]
         return [*saves, *index.retention_ops(sequence, op.length)]
@@ -169,7 +171,8 @@ class SessionCache(Feature):
         tokens.frombytes(copy.tokens[: len(copy.tokens) // tokens.itemsize * tokens.itemsize])
         session = self._sessions.get_or_create(name)
         session.turns, session.salt, session.tokens = max(1, copy.turns), copy.salt, _little(tokens)
-        session.keys, session.length = tier.keys.after([], copy.salt, session.tokens), len(session.tokens)
+        session.length = len(session.tokens)
+        self._sessions.set_pages(session, tier.keys.whole(KeyedTokens(copy.salt, session.tokens), session.length))
         session.location = max(
             map(KvLocation, range(self._accounting.num_kv_shards)),
             key=lambda p: tier.num_loadable_pages(session.keys, p),
@@ -200,12 +203,15 @@ class SessionCache(Feature):
                 for sequence in turns
                 for key in self._offload_index.keys_of(sequence, sequence.num_tokens_offloaded)
             ]
-            shared = set(self._prefix_cache.retained_page_keys()).union(*(s.keys for s in self._sessions.list_all()))
-            keys = dict.fromkeys([*session.keys, *session.stale_page_keys, *filled])
+            count = max((n for n, key in enumerate(session.keys, 1) if self._is_shared(key)), default=0)
+            shared, keys = {*session.keys[:count]}, dict.fromkeys([*session.keys, *session.stale_page_keys, *filled])
             ops += self._offload_index.delete_ops(
-                -1 if leaf is None else leaf, [key for key in keys if key not in shared]
+                -1 if leaf is None else leaf, [key for key in keys if key not in shared and not self._is_shared(key)]
             )
         return ops
+
+    def _is_shared(self, key: bytes) -> bool:
+        return self._sessions.has_page(key) or self._prefix_cache.has_page(key)
 
     def _tier_of(self, session: SessionState) -> str:
         if session.retained_sequence is not None:

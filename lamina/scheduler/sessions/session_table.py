@@ -11,17 +11,16 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import count
+from typing import NamedTuple
 
 import msgspec
 
 from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.request.bounds import MOST_COUNT, Count, Identity, Salt, TokenBytes, Word
+from lamina.scheduler.prefix_index import SESSIONS, Holding, PrefixIndex
 
 from .token_ranges import TokenRanges
-
-if TYPE_CHECKING:
-    from lamina.scheduler.prefix_index import Holding
 
 MAX_SESSIONS = 1 << 14  # beyond these, the sessions whose last turn was the longest ago are forgotten
 POOL, NOWHERE = "pool", "none"  # tiers, in addition to the names of storage backends
@@ -59,6 +58,7 @@ class SessionState:
     discarded_ranges: TokenRanges = ()  # tokens of the conversation that its KV has no more
     tokens: array[int] = field(default_factory=lambda: array("I"))  # in its pages
     salt: bytes = b""  # of its last turn
+    number: int = 0  # in the index of prefixes
 
     @property
     def retained_sequence(self) -> int | None:
@@ -92,19 +92,20 @@ class SessionCopy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sessions:
-    """All sessions of an engine, the least recently used first."""
+    """All sessions of an engine, the least recently used first. The index of prefixes has their pages."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix_index: PrefixIndex) -> None:
+        self._index, self._place, self._numbers = prefix_index, prefix_index.place(SESSIONS), count()
         self._by_name: OrderedDict[SessionName, SessionState] = OrderedDict()
         self.hits = Counter[str]()  # turns after the first one of a session, by the tier that had its KV
         self.waits = dict[str, float]()  # seconds for which these waited for their first row
 
     def get_or_create(self, name: SessionName) -> SessionState:
         """Return the session of a name for a new turn, or create it."""
-        session = self._by_name.setdefault(name, SessionState(name, self.waits))
+        if (session := self._by_name.get(name)) is None:
+            session = self._by_name[name] = SessionState(name, self.waits, number=next(self._numbers))
         self._by_name.move_to_end(name)
-        if len(self._by_name) > MAX_SESSIONS:
-            _, oldest = self._by_name.popitem(last=False)
+        if len(self._by_name) > MAX_SESSIONS and (oldest := self.drop(next(iter(self._by_name)))) is not None:
             oldest.forget_leaf()
         return session
 
@@ -133,6 +134,19 @@ class Sessions:
         if self._by_name.get(session.name) is session:  # else it was dropped while this turn ran
             session.leaf, leaf.session = leaf, session
 
+    def set_pages(self, session: SessionState, keys: list[bytes]) -> None:
+        """Set the stored pages of a session's last turn."""
+        if self._by_name.get(session.name) is session:  # else it was dropped while this turn ran
+            self._index.end_lease(self._place, session.number, session.keys)
+            self._index.lease(self._place, session.number, keys)
+        session.keys = keys
+
+    def has_page(self, key: bytes) -> bool:
+        """Return True if a page is one of a session's last turn."""
+        return bool(self._index.sequences(self._place, key))
+
     def drop(self, name: SessionName) -> SessionState | None:
         """Remove a session, whose KV the caller must drop. Returns None for an unknown one."""
-        return self._by_name.pop(name, None)
+        if (session := self._by_name.pop(name, None)) is not None:
+            self._index.end_lease(self._place, session.number, session.keys)
+        return session

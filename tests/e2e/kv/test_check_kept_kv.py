@@ -4,6 +4,7 @@ turn it red.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from families import FAMILIES
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flat_options import make_config, replace_options
-from lamina.kv.page_keys import page_key
+from lamina.kv.page_keys import KEY_TOKENS, page_key
 from lamina.kv.storage.host import HostStorage
 from lamina.protocol.blocks.extents import Extents
 from lamina.protocol.kv_placement import KvLocation
@@ -77,7 +78,12 @@ def test_keys_that_know_no_parent_are_found(
     keeping: tuple[Check, list[Setting]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second page of the second prompt is taken for that of the first one."""
-    monkeypatch.setattr(prefix_index, "page_key", lambda parent, number, tokens: page_key(b"p" * 32, number, tokens))
+
+    def orphans(parent: bytes, first: int, tokens: list[int]) -> Iterator[bytes]:
+        for at in range(0, len(tokens), KEY_TOKENS):
+            yield page_key(b"p" * 32, first + at, tokens[at : at + KEY_TOKENS])
+
+    monkeypatch.setattr(prefix_index, "prefix_keys", orphans)
     comparison, restored = keeping
     assert [v.held for v in comparison.run(restored)] == [True, False]
 

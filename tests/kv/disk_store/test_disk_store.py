@@ -123,7 +123,7 @@ def test_an_index_of_another_version_is_refused_in_one_line(opener: Opener, path
     opener().close()
     with closing(sqlite3.connect(path / "index.db")) as db:
         db.execute("PRAGMA user_version = 1")
-    with pytest.raises(ValueError, match="has version 1, not 2: lamina-launch kv purge empties it$"):
+    with pytest.raises(ValueError, match="has version 1, not 3: lamina-launch kv purge empties it$"):
         opener(server="two")
     with closing(StoreDirectory(str(path))) as folder:
         purge(folder)

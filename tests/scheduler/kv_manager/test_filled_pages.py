@@ -180,7 +180,7 @@ def test_a_session_that_is_deleted_in_its_turn_leaves_nothing(*, alone: bool) ->
         house.round()
         if house.owed:
             house.answer()
-    assert EngineSessions(house.scheduler, Sessions(), max_tokens=0).drop(name)
+    assert EngineSessions(house.scheduler, Sessions(PrefixIndex()), max_tokens=0).drop(name)
     house.serve([sequence])
     check_tokens([sequence])
     assert house.medium == shared
@@ -197,7 +197,7 @@ def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, s
     house.scheduler.add(turn)
     house.serve([turn])
     before = dict(house.medium)
-    assert EngineSessions(house.scheduler, Sessions(), max_tokens=0).drop(name)
+    assert EngineSessions(house.scheduler, Sessions(PrefixIndex()), max_tokens=0).drop(name)
     steps = house.scheduler.schedule() if told else []
     assert told == any(isinstance(op, DeletePages) for step in steps for op in step.plan.ops)
     if saved_again:
@@ -227,7 +227,7 @@ def test_of_a_session_that_is_deleted_another_one_keeps_the_page_that_is_not_who
     house.serve([other])
     before = dict(house.medium)
     assert before.keys() == wanted(house, other).keys()
-    assert EngineSessions(house.scheduler, Sessions(), max_tokens=0).drop(name)
+    assert EngineSessions(house.scheduler, Sessions(PrefixIndex()), max_tokens=0).drop(name)
     house.serve([other])
     assert house.medium == before
 

@@ -14,6 +14,7 @@ from lamina.protocol.offload_messages import OffloadFacts
 from lamina.protocol.step_plan import MAX_HINTED_PAGES, MAX_PAGES_PER_TRANSFER, PrefetchHint
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefetch import MAX_HINTED_PAGES_PER_PLAN, PrefetchHints
+from lamina.scheduler.prefix_index import PrefixIndex
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import SessionName, SessionState
 from lamina.scheduler.starts import KvStart
@@ -98,7 +99,7 @@ def test_where_it_will_most_likely_lie() -> None:
 def test_room_of_all_workers(lanes: list[KvShards], holders: list[list[int]], rooms: list[int], room: int) -> None:
     ledger = BlockTables([0] * len(lanes), [9] * len(lanes), 4, lanes)
     facts = OffloadFacts(secret=b"s" * 32, identity=b"", page_size=4, pages=[[]] * len(rooms or [0]), capacities=rooms)
-    tier = OffloadIndex(facts, ledger, holders)
+    tier = OffloadIndex(facts, ledger, holders, PrefixIndex())
     line = waiting(1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 16, 17, 18, 19)
     assert len(tier.hints.next_ops(line, finds(1))) == room
     tier.sync(facts, holders)

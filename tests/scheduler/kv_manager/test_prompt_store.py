@@ -33,8 +33,10 @@ from lamina.request import SamplingParams
 from lamina.scheduler.conductor import PromptInfo
 from lamina.scheduler.conductor.latency_model import TransferLatency, TransferLatencyEstimator
 from lamina.scheduler.conductor.routing import RoutingDecision
+from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.prompt_store import PromptCache
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
+from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.prefix_index import PREFILL, PageKeys, PrefixIndex
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.slo_admission import SloAdmission
@@ -136,7 +138,8 @@ class Desk:
     """One store of two, and what its worker would have."""
 
     def __init__(self, kept: int, workers: int = 2) -> None:
-        self.index, self.keys = PrefixIndex(), PageKeys(PAGE)
+        self.index = PrefixIndex()
+        self.keys = PageKeys(PAGE, self.index.root)
         self.places = [self.index.place(PREFILL, worker) for worker in range(workers)]
         self.stores = [
             PromptCache(w, self.index, self.keys, BlockTables([0], [kept + 20], PAGE), [20]) for w in range(workers)
@@ -294,6 +297,26 @@ def conducted(workers: int) -> tuple[PrefillDispatcher, Desk]:
     desk, transfers = Desk(kept=20, workers=workers), TransferLatencyEstimator(TransferLatency.at_rate(1e6))
     promises = SloAdmission(workers, prefix_index=desk.index, keys=desk.keys, transfer_latency=transfers)
     return PrefillDispatcher(workers, 8, 1, promises, desk.stores), desk
+
+
+def test_after_a_reset_reserved_prompts_have_new_keys_and_running_ones_none() -> None:
+    (prefill, desk), era = conducted(1), b"e" * 16
+    waiting, running = make(20, 12, 1), make(21, 12, 1)
+    for sequence in (waiting, running):
+        prefill.slo_admission.reserve(sequence)
+        assert desk.num_cached_pages(sequence) == [3]
+    running.do_not_cache, desk.index.root.era = True, era
+    for sequence in (waiting, running):
+        sequence.forget_page_keys()
+        assert desk.num_cached_pages(sequence) == [0]
+    placement = PrefillPlacement(prefill, PrefixCache(BlockTables([0], [1], PAGE), 0))
+    for feature in (prefill, placement):
+        feature.reset(era, [waiting, running])
+    assert desk.num_cached_pages(waiting) == [3]
+    assert desk.index.num_known_pages == 3, "the old keys are forgotten"
+    prefill.slo_admission.remove(running)
+    prefill.slo_admission.remove(waiting)
+    assert desk.index.num_known_pages == 0
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -24,6 +24,7 @@ from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.kv_manager.swap import SwapPolicy
+from lamina.scheduler.prefix_index import PrefixIndex
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import Round, ScheduledStep
 from lamina.scheduler.sequence import Sequence
@@ -41,9 +42,9 @@ class TierHouse:
         self.ledger, tables = (BlockTables(windows, [blocks] * len(windows), SIZE) for _ in range(2))
         self.pool = FakePool(tables)
         facts = OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[]])
-        self.tier = OffloadIndex(facts, self.ledger, [[0]] * len(windows))
-        self.swaps = SwapPolicy(self.tier, mode, b"n")
         prefixes = PrefixCache(self.ledger, SIZE)
+        self.tier = OffloadIndex(facts, self.ledger, [[0]] * len(windows), prefixes.prefix_index)
+        self.swaps = SwapPolicy(self.tier, mode, b"n")
         self.scheduler = Scheduler(
             self.ledger,
             max_num_seqs=8,
@@ -232,7 +233,7 @@ def test_what_was_saved_before_others_came_is_loaded_wherever_it_lies_now() -> N
     both, lanes = (KvShards((True, False)), KvShards((False, True))), (KvShards(),)
     ledger = BlockTables((0, 0), [20, 20], SIZE, both)
     facts = OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[], []])
-    tier = OffloadIndex(facts, ledger, [[0], [1]])
+    tier = OffloadIndex(facts, ledger, [[0], [1]], PrefixIndex())
     swaps, sequence = SwapPolicy(tier, "swap", b"n"), make(1, 2 * PAGE + 1, 4)
     sequence.id, sequence.num_computed_tokens, sequence.location = 0, 2 * PAGE, KvLocation(1)
     ledger.apply(StepPlan(step=0, ops=[New(0)], rows=[RowRange(0, 0, 2 * PAGE, KvLocation(1))]))
@@ -262,7 +263,7 @@ def test_what_steps_have_drawn_that_were_never_told_is_drawn_again(drawing: int)
         BlockTables((0,), [20], SIZE),
         OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[]]),
     )
-    tier = OffloadIndex(facts, ledger, [[0]])
+    tier = OffloadIndex(facts, ledger, [[0]], PrefixIndex())
     swaps, sequence = SwapPolicy(tier, "swap", b"n"), make(1, 9, 4)
     sequence.id, sequence.num_output_placeholders, sequence.num_computed_tokens = 0, drawing, 8 + drawing
     ledger.apply(StepPlan(step=0, ops=[New(0)], rows=[RowRange(0, 0, 8 + drawing)]))

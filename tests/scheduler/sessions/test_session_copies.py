@@ -14,6 +14,7 @@ from scheduled import make
 from lamina.cli.launch import main
 from lamina.cli.operate.session_files import read_session, write_session
 from lamina.config.partition import KvShards
+from lamina.kv.page_keys import ChainRoot
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.offload_messages import OffloadFacts
@@ -22,6 +23,7 @@ from lamina.scheduler.feature import Leaving
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
+from lamina.scheduler.prefix_index import PrefixIndex
 from lamina.scheduler.sessions.session_table import SessionName
 
 TENANT, PAGE = b"t" * 32, 4
@@ -34,7 +36,8 @@ def leaves(
 ) -> tuple[SessionCache, PrefixCache, OffloadIndex]:
     ledger = BlockTables([0], [64], PAGE)
     facts = OffloadFacts(secret=secret * 32, identity=identity, page_size=PAGE, pages=[[]], backend=medium)
-    prefixes, tier = PrefixCache(ledger, PAGE), OffloadIndex(facts, ledger, [[0]])
+    prefixes = PrefixCache(ledger, PAGE, prefix_index=PrefixIndex(ChainRoot(facts.secret, facts.identity)))
+    tier = OffloadIndex(facts, ledger, [[0]], prefixes.prefix_index)
     return SessionCache(prefixes, ledger, tier), prefixes, tier
 
 
@@ -89,7 +92,8 @@ def test_a_session_in_storage_alone_is_counted_after_its_kv_shard_has_gone() -> 
     each, one = (KvShards((True, False)), KvShards((False, True))), (KvShards(),)
     ledger = BlockTables([0, 0], [64, 64], PAGE, each)
     facts = OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[], []])
-    prefixes, tier = PrefixCache(ledger, PAGE), OffloadIndex(facts, ledger, [[0], [1]])
+    prefixes = PrefixCache(ledger, PAGE)
+    tier = OffloadIndex(facts, ledger, [[0], [1]], prefixes.prefix_index)
     of = SessionCache(prefixes, ledger, tier), prefixes, tier
     spoken(of)
     session = prefixes.sessions.get_or_create(NAME)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scheduled import make
 
-from lamina.scheduler.prefix_index import Holding
+from lamina.scheduler.prefix_index import Holding, PrefixIndex
 from lamina.scheduler.sessions import session_table
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.sessions.session_turns import (
@@ -103,13 +103,19 @@ def test_what_is_no_name(name: str) -> None:
 def test_names_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamina.scheduler.sessions.session_turns.MAX_SESSIONS", 2)
     monkeypatch.setattr(session_table, "MAX_SESSIONS", 2)
-    turns, known, leaves = SessionTurns(), session_table.Sessions(), list[Holding]()
+    index = PrefixIndex()
+    turns, known, leaves = SessionTurns(), session_table.Sessions(index), list[Holding]()
     for name in "abc":
         speak(turns, said(name), SessionName(b"", name))
         leaves.append(Holding(make(ord(name), 4, 1), [], 4, 0.0))
-        known.on_turn_ended(known.get_or_create(SessionName(b"", name)), leaves[-1], 4)
+        known.on_turn_ended(session := known.get_or_create(SessionName(b"", name)), leaves[-1], 4)
+        known.set_pages(session, [b"first", name.encode()])
     assert [s.name.name for s in known.list_all()] == ["b", "c"]
     assert [leaf.session is not None for leaf in leaves] == [False, True, True], "its KV is as that of any other prefix"
+    assert [known.has_page(key) for key in (b"first", b"a", b"b", b"c")] == [True, False, True, True]
+    for name in "bc":
+        known.drop(SessionName(b"", name))
+    assert index.num_known_pages == 0
     speak(turns, said("z"), SessionName(b"", "a"))
 
 
