@@ -245,6 +245,14 @@ class OffloadIndex(Feature):
             return len(keys)
         return self._index.match_along((self._place(location, number) for number in range(len(keys))), keys)
 
+    def most_loadable(self, keys: Several[bytes], *others: KvLocation) -> tuple[int, tuple[KvLocation, ...]]:
+        """Return the number of first pages of ``keys`` that a sequence can load at most, and where it can. ``others``:
+        see ``locations``.
+        """
+        pages = {location: self.num_loadable_pages(keys, location) for location in self.locations(*others)}
+        most = max(pages.values())
+        return most, tuple(location for location, n in pages.items() if n == most)
+
     def locations(self, *others: KvLocation) -> list[KvLocation]:
         """The places where a sequence can begin: ``others`` whose KV shards exist, then the start of each KV shard."""
         num = self._ledger.num_kv_shards
@@ -531,7 +539,7 @@ class OffloadIndex(Feature):
         if self._most or sequence.params.prompt_logprobs is not None or not self.has_pages:
             return
         keys = self.keys_of(sequence, min(len(sequence.tokens) - 1, len(sequence.prompt)))
-        pages = max(self.num_loadable_pages(keys, place) for place in self.locations())
+        pages, _ = self.most_loadable(keys)
         length = pages * self.page_size // self.whole_page_tokens * self.whole_page_tokens
         self.states.take_snapshot(candidates, load, length)
 

@@ -103,10 +103,6 @@ class PrefixCache(Feature):
         if not self._page or sequence.discarded_ranges or sequence.params.prompt_logprobs is not None:
             return []
         keys = self.keys.whole(sequence, len(sequence.tokens) - 1)
-        return self._held_first(keys)
-
-    def _held_first(self, keys: list[bytes]) -> list[bytes]:
-        """Return those of the first pages that sequences in the pool have."""
         return keys[: self.prefix_index.match([self._place], keys)[0]]
 
     def num_cached_or_pending(self, sequence: Sequence) -> int:
@@ -210,7 +206,7 @@ class PrefixCache(Feature):
         if not keys or sequence.do_not_cache or sequence.output.went_wrong:
             return [Free(sequence.id)]
         until = self._clock() + sequence.retention_s if sequence.retention_s else 0.0
-        held_keys = self._held_first(keys)
+        held_keys = keys[: self.prefix_index.match([self._place], keys)[0]]
         session = sequence.session_to_retain
         if session is None and self._is_retained(sequence, length, keys, held_keys, snapshots):
             for number in self.prefix_index.sequences(self._place, held_keys[-1]) if until else ():

@@ -11,7 +11,6 @@ from lamina.config.conflicts import SESSION_FILE, need_text
 from lamina.kv.page_keys import tenant_of
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.blocks.extents import sequences_of_op
-from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
 from lamina.scheduler.feature import Feature, Leaving, Scheduling
 from lamina.scheduler.prefix_index import KeyedTokens
@@ -173,10 +172,7 @@ class SessionCache(Feature):
         session.turns, session.salt, session.tokens = max(1, copy.turns), copy.salt, _little(tokens)
         session.length = len(session.tokens)
         self._sessions.set_pages(session, tier.keys.whole(KeyedTokens(copy.salt, session.tokens), session.length))
-        session.location = max(
-            map(KvLocation, range(self._accounting.num_kv_shards)),
-            key=lambda p: tier.num_loadable_pages(session.keys, p),
-        )
+        _, (session.location, *_) = tier.most_loadable(session.keys)
 
     def _with_tier(self) -> OffloadIndex:
         if self._offload_index is None or self._offload_index.backend == "host":

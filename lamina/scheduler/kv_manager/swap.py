@@ -115,12 +115,8 @@ class SwapPolicy(Feature):
             return None
         known = len(sequence.tokens) - 1  # a row is left to draw
         keys = kept.keys if kept.length <= known else kept.keys[: known // self._offload_index.page_size]
-        there = {
-            place: self._offload_index.num_loadable_pages(keys, place)
-            for place in self._offload_index.locations(kept.place)
-        }
-        pages, whole = max(there.values()), self._offload_index.whole_page_tokens
-        places = tuple(place for place, n in there.items() if n == pages)
+        pages, places = self._offload_index.most_loadable(keys, kept.place)
+        whole = self._offload_index.whole_page_tokens
         length = kept.length if pages == len(kept.keys) else pages * self._offload_index.page_size // whole * whole
         pages = -(-length // self._offload_index.page_size)
         return KvStart(length, places, tuple(kept.keys[:pages]), is_swapped=True) if length else None
