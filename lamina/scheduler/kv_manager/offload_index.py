@@ -246,9 +246,7 @@ class OffloadIndex(Feature):
         return self._index.match_along((self._place(location, number) for number in range(len(keys))), keys)
 
     def most_loadable(self, keys: Several[bytes], *others: KvLocation) -> tuple[int, tuple[KvLocation, ...]]:
-        """Return the number of first pages of ``keys`` that a sequence can load at most, and where it can. ``others``:
-        see ``locations``.
-        """
+        """Return the most first pages of ``keys`` that a sequence can load, and where. ``others``: see ``locations``."""
         pages = {location: self.num_loadable_pages(keys, location) for location in self.locations(*others)}
         most = max(pages.values())
         return most, tuple(location for location, n in pages.items() if n == most)
@@ -266,7 +264,6 @@ class OffloadIndex(Feature):
         return self._places[kv_shard] if kv_shard < len(self._places) else 0  # a session's may have been removed
 
     def _place(self, location: KvLocation, number: int) -> Place:
-        """Return the place of a page."""
         return self._place_of(self._kv_shard(location, number))
 
     @property
