@@ -432,6 +432,9 @@ class WorkerRegistry:
                 if isinstance(failure, ChannelLost) and failure.missing_kv and not self._is_old(failure):
                     return self._lacking(other, failure)  # which ended its channels
                 self._take(other, failure)
+        if message.is_serving:
+            text = f"{worker.name} has lost a channel to another memory worker: {message.text}"
+            return WorkersLostError(text, [], ended=True)
         named = next((m for m in self.memory if message.peer and self.worker_names.get(m.handle) == message.peer), None)
         if named and self._clock() - self._named.get(named, -RETRY_S) < RETRY_S:
             named.unreachable_peer = True

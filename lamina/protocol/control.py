@@ -209,12 +209,15 @@ class Quiesced(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
 
 
 class ChannelLost(msgspec.Struct, frozen=True, tag="broken"):
-    """Compute or prefill worker -> driver: a channel of ``epoch`` has ended. It awaits Quiesce, Connect, or its end."""
+    """Compute or prefill worker -> driver: a channel of ``epoch`` has ended. It awaits Quiesce, Connect, or its end.
+    Parity worker -> driver: a channel to another memory worker has ended.
+    """
 
     epoch: int
     text: str
     missing_kv: bool = False  # no worker is lost, but one lacks KV that the driver counts on
     peer: str = ""  # the name of the peer, if this worker has connected to it
+    is_serving: bool = False  # from a parity worker: it serves on, and all are to reconnect unless a worker is lost
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):

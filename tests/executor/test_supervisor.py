@@ -612,6 +612,29 @@ def test_where_one_lacks_what_it_should_have_all_meet_anew_and_nobody_is_replace
     assert "--max-recoveries 2" in run.supervisor.exit_message(loss)
 
 
+def test_where_a_parity_worker_has_lost_a_link_all_meet_anew_and_nobody_is_replaced() -> None:
+    run = Run(max_recoveries=1)
+    everybody = list(run.members)
+    run.now("memory", 1).inbox.append(ChannelLost(epoch=run.cohort.epoch, text="a part is damaged", is_serving=True))
+    loss = run.loss()
+    assert "has lost a channel to another memory worker: a part is damaged" in str(loss)
+    run.supervisor.quiesce(loss)
+    run.check(run.whole(run.supervisor.resume(KEEP)))
+    assert list(run.members) == everybody
+
+
+def test_a_worker_whose_end_has_cost_a_parity_worker_its_link_is_the_one_that_is_replaced() -> None:
+    run = Run(max_recoveries=1)
+    everybody, dead = list(run.members), run.now("memory", 1)
+    run.now("memory", 0).inbox.append(ChannelLost(epoch=run.cohort.epoch, text="it is gone", is_serving=True))
+    dead.kill()
+    loss = run.loss()
+    assert "it is gone" not in str(loss)
+    run.supervisor.quiesce(loss)
+    run.check(run.whole(run.supervisor.resume(KEEP)))
+    assert sum(old is not new for old, new in zip(everybody, run.members, strict=True)) == 1
+
+
 def test_who_loses_its_way_to_one_that_lacks_something_is_not_replaced() -> None:
     """The one that lacks it ends its channels: the others may be heard before it."""
     run = Run()

@@ -6,6 +6,7 @@ newer epoch begins, it closes all channels. Its sequences stay: a Bind of the sa
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ from lamina.kv.pages import PROMPT, Provenance
 from lamina.kv.storage import StorageBackend, StorageConfig, StorageError, open_storage
 from lamina.netstack import Channel, ChannelError, ChannelTimeout, Fabric
 from lamina.observe.trace import NULL_RECORDER, Recorder
-from lamina.protocol.control import Connect, Quiesced, TransferPeer
+from lamina.protocol.control import ChannelLost, Connect, LinkClosedError, Quiesced, TransferPeer
 from lamina.protocol.offload_messages import MAX_LISTED_PAGES, LoadReady, OffloadConfig, StoredPages, TransferDone
 from lamina.protocol.reshard import RebuildKv, Reshard
 from lamina.protocol.step_plan import BindRequest, BlockScoresReport, ProtocolError, StripesCopied
@@ -51,7 +52,9 @@ from .worker_counters import Counters
 
 POLL_S = 1.0  # seconds of a wait for a new connection, which only an event ends
 EPOCH_POLL_S = 0.02  # the same, while the driver may begin the next epoch at any time
-ToDriver = StoredPages | TransferDone | LoadReady | BlockScoresReport | StripesCopied
+# Seconds between two epochs that a worker asks for: each one counts against --max-recoveries.
+RECONNECT_S = 600.0
+ToDriver = StoredPages | TransferDone | LoadReady | BlockScoresReport | StripesCopied | ChannelLost
 
 
 class MemoryWorker:
@@ -79,6 +82,7 @@ class MemoryWorker:
         self._pages: RemotePages | None = None  # this epoch's pages of other hosts
         self._parity: ParityPages | ParityReplies | None = None  # of what is loaded in this epoch
         self._parity_links: PeerLinks | None = None  # this epoch's links for it
+        self._reconnected_at = -math.inf  # when this worker last asked for another epoch
         self._lock = threading.Lock()
         self._fabric: EpochFabric | None = None  # this epoch's fabric
         self._next_epoch = -1  # the newest epoch that the driver has named
@@ -351,12 +355,17 @@ class MemoryWorker:
         if meeting.storage is not None:
             if meeting.parity_peers and self._parity is None:  # a Bind may come again
                 assert self._parity_links is not None
-                keeps = bind.parity
-                self._parity = (
-                    ParityPages(self._parity_links) if keeps else ParityReplies(self._parity_links, self._runtime)
-                )
+                links, lost = self._parity_links, partial(self._report_lost_channel, meeting.epoch)
+                self._parity = ParityPages(links, lost) if bind.parity else ParityReplies(links, self._runtime)
             self._open_tier(meeting.storage, self.store, meeting.epoch)
         return self.store
+
+    def _report_lost_channel(self, epoch: int, error: str) -> None:
+        """Ask for another epoch, in which all workers reconnect; not again within RECONNECT_S."""
+        if (now := self._clock()) - self._reconnected_at > RECONNECT_S:
+            self._reconnected_at = now
+            with suppress(LinkClosedError):
+                self._report(ChannelLost(epoch, error, is_serving=True))
 
     def _open_tier(self, offload: OffloadConfig, store: KvStore, epoch: int) -> None:
         """Open the storage backend of offloaded pages. Raises ValueError if it cannot be opened."""

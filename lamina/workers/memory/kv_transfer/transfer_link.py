@@ -159,6 +159,12 @@ class TransferLink:
         self._enqueue(lambda staging: self._put(MessageType.REQUEST, number, 0, len(data), partial(_copy_bytes, data)))
 
     @property
+    def lost(self) -> str:
+        """The reason why this link was given up; "" if it was not, or only after a stop."""
+        with self._changed:
+            return "" if self._is_over else self._error
+
+    @property
     def is_receiving(self) -> bool:
         """True if an expected transfer has parts that are still to come."""
         return bool(self._incoming)

@@ -38,7 +38,7 @@ from .state_fragments import StateSlot
 log = logging.getLogger(__name__)
 # Fills buffers with some layers of a page of a load, given its number there.
 PageReader = Callable[[LoadKv, int, range, Mapping[PageFragment, memoryview]], None]
-# Seconds for all layers of one load together, of waits by rows; or without a further layer, of waits by replies.
+# Seconds for all layers of one load together, of waits by rows; or without a further page, of waits by replies.
 LATE_LOAD_S = 5.0
 
 
@@ -74,6 +74,8 @@ class PageLoad:
         self.errors, self.evicted = [""] * len(ops), [list[bytes]() for _ in ops]
         self.is_opening = self.is_over = False
         self.layers = 0  # the number of loaded layers
+        self._layers_of_page = dict[tuple[int, int], int]()  # the same for a page of an op, if more
+        self._progress = 0  # rises with each page
         self.changed = threading.Condition()
         self._waited_s = 0.0  # seconds that rows waited, for layers that are now loaded
         self._since: float | None = None  # when rows began to wait for the next layer; None: they do not
@@ -104,6 +106,14 @@ class PageLoad:
         with self.changed:
             self._waited_s, self._since = self.waited_s, None
             self.layers, self.is_over = max(self.layers, layers), self.is_over or ended
+            self._progress += 1
+            self.changed.notify_all()
+
+    def on_page_read(self, number: int, page: int, layers: int) -> None:
+        """Note that ``layers`` layers of a page of op ``number`` are loaded now, or the page is known to be missing."""
+        with self.changed:
+            self._layers_of_page[number, page] = layers
+            self._progress += 1
             self.changed.notify_all()
 
     def wait(self, layer: int, patience_s: float) -> bool:
@@ -113,18 +123,23 @@ class PageLoad:
                 self._since = time.monotonic()
             return self.changed.wait_for(lambda: self.layers > layer, patience_s)
 
-    def wait_for_progress(self, layer: int, patience_s: float) -> bool:
-        """Wait for ``layer``, and return whether it is loaded: False after ``patience_s`` seconds without a further
-        layer.
+    def wait_for_progress(self, layer: int, patience_s: float, page: tuple[int, int] | None = None) -> bool:
+        """Wait for ``layer`` of all pages, and return whether it is loaded: False after ``patience_s`` seconds in which
+        no page was read. ``page``: an op's number and a page's; only of this one, or until it is known to be missing.
         """
         with self.changed:
-            while (before := self.layers) <= layer:
-                if not self.changed.wait_for(partial(self._is_past, before), patience_s):
+            while not self._has(layer, page):
+                if not self.changed.wait_for(partial(self._is_past, self._progress), patience_s):
                     return False
             return True
 
-    def _is_past(self, layers: int) -> bool:
-        return self.layers > layers
+    def _has(self, layer: int, page: tuple[int, int] | None) -> bool:
+        if self.layers > layer or page is None:
+            return self.layers > layer
+        return self._layers_of_page.get(page, 0) > layer or page[1] >= self.done[page[0]]
+
+    def _is_past(self, progress: int) -> bool:
+        return self._progress > progress
 
     @property
     def waited_s(self) -> float:
@@ -216,7 +231,7 @@ class KvLoader:
         return True
 
     def wait_for_reply(self, load: PageLoad, layer: int) -> None:
-        """Wait on a thread that replies until ``layer`` is loaded. Abandons the load if LATE_LOAD_S bring none."""
+        """Wait on a thread that replies until ``layer`` is loaded. Abandons the load if LATE_LOAD_S bring no page."""
         if not load.wait_for_progress(layer, LATE_LOAD_S):
             self._give_up_load(load, layer)
 
@@ -284,6 +299,7 @@ class KvLoader:
                 loaded += self._bring(load, number, page, run, staging)
                 if self._cancelled or load.is_over:
                     return
+                load.on_page_read(number, page, run.stop)
             staging.record_event()()  # rows use another queue of the device
             self._trace.add(Event.LOAD, start, load.key, run.start, value=loaded - before)
             now = time.perf_counter()

@@ -5,12 +5,15 @@ and not from its storage, where a page may have been saved anew since. The exclu
 parity is that of the bits that are in the pools. The sequence's blocks stay until all workers have reported the end of
 the load, the parity worker too. A page that one worker could not load fails in the parity worker, too: else a loss
 before that worker's report would rebuild whatever its blocks contain.
+
+Each page is sent as soon as it is loaded, so a load may take as long as its storage needs. Without a link no load has a
+parity: then all workers reconnect in another epoch.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +27,7 @@ from lamina.workers.device_selection import CPU
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.transfer_link import (
     Transfer,
+    TransferLink,
     TransferPart,
     TransferRefusedError,
     parts_from,
@@ -79,7 +83,7 @@ class ParityReplies:
             self._changed.notify_all()
 
     def answer(self, data: bytes) -> Iterator[TransferPart]:
-        """Yield the parts of a reply, once the layers are loaded. Raises TransferRefusedError, ProtocolError."""
+        """Yield the parts of a reply, once the page's layers are loaded. Raises TransferRefusedError, ProtocolError."""
         ask = decode(LoadedLayersRequest, data)
         with self._changed:
             self._changed.wait_for(lambda: ask.transfer_id in self._offers, PLAN_WAIT_S)
@@ -88,8 +92,8 @@ class ParityReplies:
             raise TransferRefusedError(f"no plan loads this: {ask}")
         if not 0 <= ask.first_layer < ask.last_layer <= offer.fragments.num_layers:
             raise ProtocolError(f"layers {ask.first_layer} to {ask.last_layer} are requested")
-        if not offer.load.wait_for_progress(ask.last_layer - 1, LATE_LOAD_S):
-            raise TransferRefusedError(f"no layer was loaded for {LATE_LOAD_S:g} s: {ask}")
+        if not offer.load.wait_for_progress(ask.last_layer - 1, LATE_LOAD_S, (offer.number, ask.page)):
+            raise TransferRefusedError(f"no page was loaded for {LATE_LOAD_S:g} s: {ask}")
         if ask.page >= offer.load.done[offer.number]:
             raise TransferRefusedError(f"it was not loaded here: {ask}")
         if (blocks := pages[ask.page]) is None:
@@ -101,9 +105,10 @@ class ParityReplies:
 class ParityPages:
     """The loads of the parity worker in an epoch. One thread uses it."""
 
-    def __init__(self, links: PeerLinks) -> None:
-        """``links``: to all other memory workers of its rank; opened here."""
+    def __init__(self, links: PeerLinks, lost: Callable[[str], None] = lambda error: None) -> None:
+        """``links``: to all other memory workers of its rank; opened here. ``lost``: called once, if a link is lost."""
         self._links, self._numbers = links, itertools.count()  # of transfers
+        self._lost, self._is_lost = lost, False
         links.open(ANSWER_S, CONNECT_S, CONNECT_S)
 
     def read(self, op: LoadKv, page: int, layers: range, into: Mapping[PageFragment, memoryview]) -> None:
@@ -111,19 +116,28 @@ class ParityPages:
         ask = encode(LoadedLayersRequest(op.transfer_id, page, layers.start, layers.stop))
         sources, number = list(self._links.by_number.values()), next(self._numbers)
         came = [bytearray(sum(view.nbytes for view in into.values())) for _ in sources]
-        try:
-            for source in sources:
-                source.request(number, ask)
-            each = [
-                source.expect(Transfer(number, parts_into(data), ANSWER_S))
-                for source, data in zip(sources, came, strict=True)
-            ]
-            for source, transfer in zip(sources, each, strict=True):
+        for source in sources:
+            source.request(number, ask)
+        each = [
+            source.expect(Transfer(number, parts_into(data), ANSWER_S))
+            for source, data in zip(sources, came, strict=True)
+        ]
+        errors = list[ChannelError]()
+        for source, transfer in zip(sources, each, strict=True):
+            try:  # of all, before the next request: a link has one at a time
                 source.wait(transfer)
-        except ChannelError as e:
-            raise StorageError(f"the parity of what was loaded is not known: {e}") from e
+            except ChannelError as e:
+                errors.append(e)
+                self._report_loss(source)
+        if errors:
+            raise StorageError(f"the parity of what was loaded is not known: {errors[0]}") from errors[0]
         parity = np.bitwise_xor.reduce([np.frombuffer(data, np.uint8) for data in came], axis=0)
         at = 0
         for view in into.values():
             view[:] = parity[at : at + view.nbytes].data
             at += view.nbytes
+
+    def _report_loss(self, source: TransferLink) -> None:
+        if source.lost and not self._is_lost:
+            self._is_lost = True
+            self._lost(f"{source.peer}: {source.lost}")

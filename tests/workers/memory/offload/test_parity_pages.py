@@ -6,7 +6,8 @@ Covers: lamina/executor/kv_parity.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,7 +19,7 @@ from memory_peer import bind, shape
 from lamina import netstack
 from lamina.executor.kv_parity import parity_peers
 from lamina.kv.pages import PAGE, Page, PageFragment, Provenance
-from lamina.kv.storage import StorageBackend, StorageConfig, open_storage
+from lamina.kv.storage import StorageBackend, StorageConfig, StorageError, open_storage
 from lamina.netstack import ListenTerms
 from lamina.protocol.control import Address
 from lamina.protocol.offload_messages import LoadReady, TransferDone
@@ -28,6 +29,7 @@ from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer.block_parts import integers
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
+from lamina.workers.memory.kv_transfer.transfer_link import MAX_REQUESTS
 from lamina.workers.memory.offload import parity_pages
 from lamina.workers.memory.offload.page_fragments import StoreFragments
 from lamina.workers.memory.offload.page_transfers import PageTransfers
@@ -42,14 +44,17 @@ NOTHING_STORED = "zeros"
 
 
 class Held:
-    """Storage whose reads wait for ``may_read``."""
+    """Storage whose reads wait for ``may_read``, or for one of ``turns``."""
 
     def __init__(self, inner: StorageBackend) -> None:
-        self.inner, self.may_read = inner, threading.Event()
+        self.inner, self.may_read, self.turns = inner, threading.Event(), threading.Semaphore(0)
         self.may_read.set()
 
     def read(self, key: bytes, into: dict[PageFragment, memoryview]) -> None:
-        self.may_read.wait(WAIT_S)
+        deadline = time.monotonic() + WAIT_S
+        while not self.may_read.is_set() and not self.turns.acquire(timeout=0.005):
+            if time.monotonic() > deadline:
+                raise StorageError("no turn has come")
         self.inner.read(key, into)
 
     def __getattr__(self, name: str) -> Any:
@@ -62,10 +67,11 @@ class Worker:
     def __init__(self, store: KvStore, links: PeerLinks, *, keeps: bool, ignores: bool = False) -> None:
         self.store, self.links = store, links
         self.medium: Any = Held(open_storage(NOTHING_STORED if keeps else "host", StorageConfig(1 << 24)))
-        parity = ParityPages(links) if keeps else ParityReplies(links)
+        self.lost, self.meter = list[str](), Counters()
+        parity = ParityPages(links, self.lost.append) if keeps else ParityReplies(links)
         self.said: SimpleQueue[TransferDone | LoadReady] = SimpleQueue()
         used = None if ignores else parity
-        self.transfers = PageTransfers(self.medium, store, self.said.put, Counters(), epoch=VIEW, parity=used)
+        self.transfers = PageTransfers(self.medium, store, self.said.put, self.meter, epoch=VIEW, parity=used)
         self.step = 0
 
     def do(self, *parts: SequenceOp | RowRange) -> None:
@@ -206,6 +212,71 @@ def test_a_page_that_one_lacks_has_no_parity(workers: list[Worker]) -> None:
     assert [worker.report().num_pages for worker in workers] == [3, 1, 1]
 
 
+def until(true: Callable[[], bool], what: str) -> None:
+    deadline, pause = time.monotonic() + WAIT_S, threading.Event()
+    while not true():
+        assert time.monotonic() < deadline, what
+        pause.wait(0.005)
+
+
+def test_each_page_has_its_parity_as_soon_as_it_is_loaded(workers: list[Worker]) -> None:
+    """However long the whole load takes: here the next page is read only once the parity of the last one is there."""
+    for seed, worker in enumerate(workers[:-1]):
+        worker.keep_pages(seed)
+    slow, parity = workers[1], workers[2]
+    slow.medium.may_read.clear()
+    for worker in workers:
+        worker.do(New(1), load())
+    for page in range(len(KEYS)):
+        before = parity.meter.snapshot().get("kv_loaded_bytes", 0.0)
+        slow.medium.turns.release()
+        until(lambda seen=before: parity.meter.snapshot().get("kv_loaded_bytes", 0.0) > seen, f"{page} pages only")
+    assert [worker.report().num_pages for worker in workers] == [len(KEYS)] * 3
+    assert parity.bits(1) == xor(workers[0].bits(1), slow.bits(1))
+
+
+def test_one_that_lacks_many_pages_costs_no_link_to_a_slow_one(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses at once, and no requests pile up at the other one, which takes MAX_REQUESTS."""
+    monkeypatch.setattr(parity_pages, "LATE_LOAD_S", 0.05)
+    lacks, slow, parity = workers
+    slow.keep_pages(1)
+    slow.medium.may_read.clear()
+    loads = MAX_REQUESTS // len(KEYS) + 1
+    for number in range(1, loads + 1):
+        for worker in workers:
+            worker.do(New(number), load(number, number))
+        assert [worker.report().num_pages for worker in (lacks, parity)] == [0, 0]
+    slow.medium.may_read.set()
+    for _ in range(loads):
+        assert slow.report().num_pages == len(KEYS)
+    lacks.keep_pages(0)
+    for worker in workers:
+        worker.do(*map(Free, range(1, loads + 1)), New(loads + 1), load(loads + 1, loads + 1))
+    assert [worker.report().num_pages for worker in workers] == [len(KEYS)] * 3
+    assert parity.lost == []
+
+
+def test_a_lost_link_is_reported_once_and_a_refusal_is_no_loss(workers: list[Worker]) -> None:
+    lacks, _, parity = workers
+    for seed, worker in enumerate(workers[:-1]):
+        worker.keep_pages(seed, KEYS[: seed + 2])
+    for worker in workers:
+        worker.do(New(1), load())
+    assert [worker.report().num_pages for worker in workers] == [2, 3, 2]
+    assert parity.lost == []
+    for link in lacks.links.by_number.values():
+        link.give_up("the cable is cut")
+    for number in (2, 3):
+        for worker in workers:
+            worker.do(New(number), load(number, number))
+        assert [worker.report().num_pages for worker in workers] == [2, 3, 0]
+    assert len(parity.lost) == 1
+    assert parity.lost[0].startswith("memory-0: ")
+    assert "the cable is cut" in parity.lost[0]
+
+
 def test_a_load_without_progress_is_no_parity(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages count as not loaded, and the next load works."""
     monkeypatch.setattr(parity_pages, "LATE_LOAD_S", 0.05)
@@ -219,7 +290,7 @@ def test_a_load_without_progress_is_no_parity(workers: list[Worker], monkeypatch
     workers[1].medium.may_read.set()
     assert workers[1].report().num_pages == len(KEYS)
     assert failed.num_pages == 0
-    assert "no layer was loaded for" in failed.error
+    assert "no page was loaded for" in failed.error
     for worker in workers:
         worker.do(Free(1), New(2), load(2, 2))
         assert worker.report().num_pages == len(KEYS)
