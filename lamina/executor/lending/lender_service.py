@@ -75,17 +75,21 @@ class LenderService:
     ) -> None:
         """Start to listen. Raises OSError if it cannot, or there is no ledger, ValueError if the ledger refuses."""
         self.name, self._ledger_at, self._key, self._threads = name, ledger, key, threads
-        self._ledger: ControlLink | None = self._reach_ledger()
+        self.creditor = Creditor(name, blocks, terms, self._busy)
         self._lock = threading.RLock()
         self.guests: dict[int, GuestProcess] = {}
         self._awaited: dict[str, tuple[int, float]] = {}  # name of a connection -> lease and deadline
         self._debtors: dict[str, Callable[[msgspec.Struct], None]] = {}  # debtor -> function that sends it a message
         self._beat_at = 0.0
         self._local_need, self._budget = needs, GuestBudget(most_cores, most_gbps, time.monotonic())
-        with self._lock:  # links wait for the creditor, which tells the listener's address
+        self._ledger: ControlLink | None = self._reach_ledger()
+        try:
             self._listener = LendingListener(place, key, name, ToCreditor, self._serve_link, self._start_guest)
-            self.address = self._listener.address
-            self.creditor = Creditor(name, blocks, replace(terms, address=self.address), self._busy)
+        except BaseException:
+            self._ledger.close()
+            raise
+        self.address = self._listener.address
+        self.creditor.terms = replace(terms, address=self.address)  # heartbeats have it, and begin later
 
     def serve(self, over: threading.Event) -> None:
         """End expired leases and send heartbeats, until ``over``."""

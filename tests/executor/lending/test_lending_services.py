@@ -28,7 +28,7 @@ from lamina.executor.lending.borrower_links import BorrowerLinks, GuestWorker
 from lamina.executor.lending.guest_workers import cpu_seconds
 from lamina.executor.lending.ledger_service import LedgerService
 from lamina.executor.lending.lender_service import LenderService
-from lamina.executor.lending.lending_listener import open_link
+from lamina.executor.lending.lending_listener import LendingListener, open_link
 from lamina.lending import debtor as lending_debtor
 from lamina.lending.creditor import LendingTerms
 from lamina.lending.lending_messages import (
@@ -39,6 +39,7 @@ from lamina.lending.lending_messages import (
     LoanGranted,
     LoanRefused,
     LoanRequest,
+    ToLedger,
 )
 from lamina.protocol.control import ControlLink, LinkClosedError, MemoryReady, StartMemory
 from lamina.workers.memory.lease_limits import READ_COUNTER
@@ -133,6 +134,36 @@ def test_a_guest_is_a_memory_worker_with_a_key_of_its_own_and_none_of_the_cluste
     until(lambda: service.creditor.free_blocks == 8, "the blocks do not come back")
     with pytest.raises(LinkClosedError):
         link.recv(SOON_S)
+
+
+def free_port() -> int:
+    with socket.create_server(HERE) as free:
+        return int(free.getsockname()[1])
+
+
+def test_a_creditor_that_cannot_be_made_leaves_no_listener(street: Street) -> None:
+    at = "127.0.0.1", free_port()
+    wrong: Any = "many"
+    with pytest.raises(TypeError):
+        LenderService(at, street.place, KEY, "c", wrong, LendingTerms(1, 1))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(at, SOON_S)
+
+
+def test_a_creditor_whose_address_is_taken_leaves_the_ledger(street: Street) -> None:
+    ended = threading.Event()
+
+    def attend(name: str, link: ControlLink) -> None:
+        with contextlib.suppress(LinkClosedError):
+            link.recv(SOON_S)
+        ended.set()
+
+    ledger = LendingListener(HERE, KEY, lending_listener.LEDGER_NAME, ToLedger, attend)
+    taken = socket.create_server(HERE)
+    at = "127.0.0.1", int(ledger.address.rpartition(":")[2])
+    with contextlib.closing(ledger), taken, pytest.raises(OSError, match="in use"):
+        LenderService(("127.0.0.1", taken.getsockname()[1]), at, KEY, "c", 1, LendingTerms(1, 1))
+    assert ended.wait(SOON_S)
 
 
 @pytest.mark.parametrize("street", [SOON_S], indirect=True)
