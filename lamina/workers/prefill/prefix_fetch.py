@@ -82,6 +82,8 @@ def cached_prefixes(store: KvStore, order: ConnectPrefillPeers, trace: Recorder 
         TransferRefusedError, ProtocolError.
         """
         ask = decode(PrefixRequest, data)
+        if (asked := (ask.first_layer, ask.last_layer)) != (0, len(store.layers)):
+            raise ProtocolError(f"layers {asked} of {len(store.layers)} are requested: all are sent, or none")
         ids = whole_blocks(store, ask.sequence, ask.first, ask.count)
         if ids is None:
             raise TransferRefusedError(f"there are no such tokens: {ask}")
