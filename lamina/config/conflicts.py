@@ -152,6 +152,9 @@ SETTINGS: dict[str, Setting] = {
         lambda c: c.devices.prefill_kv_memory != "auto", {"prefill_workers": 2, "prefill_kv_memory": "1GiB"}
     ),
     "--lending ledger": Setting(lambda c: bool(c.launch.ledger), {**_LOANS, "borrow": "1GiB"}),
+    "--lending place": Setting(
+        _differs("launch", "lending_place"), {**_LOANS, "borrow": "1GiB", "lending_place": "z/r/h"}
+    ),
     "--lending borrow.max": Setting(lambda c: bool(c.topology.borrow), {**_LOANS, "borrow": "1GiB"}),
     "--lending lend.share": Setting(lambda c: c.topology.lend > 0.0, {**_LOANS, "lend": 0.5, "kv_memory": "1GiB"}),
     "--lending lend.address": Setting(
@@ -437,6 +440,7 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--lending borrow.max", ("--lending ledger",)): "the ledger finds lenders",
     ("--lending lend.share", ("--lending ledger",)): "the ledger finds borrowers",
     ("--lending ledger", ("--lending borrow.max", "--lending lend.share")): "it is for loans",
+    ("--lending place", ("--lending ledger",)): "the ledger proposes the nearest",
     ("--lending lend.address", ("--lending lend.share",)): "borrowers connect to it",
     ("--lending lend.max_gbps", ("--lending lend.share",)): "it bounds what borrowers read",
     ("--lending lend.share", ("--kv-cache-memory-bytes",)): "it is a share of that size",

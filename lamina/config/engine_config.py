@@ -299,6 +299,9 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         Meta(ge=0.0),
         "no new loan while borrowers read more than so many gigabits of K and V here in a second; 0 = no limit",
     ] = 0.0
+    lending_place: Annotated[str, "of this engine, such as zone/rack/host: the nearest lend first; empty: its host"] = (
+        ""
+    )
     trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
         ""
     )

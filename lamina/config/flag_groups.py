@@ -413,6 +413,7 @@ GROUPS: tuple[FlagGroup, ...] = (
         help="a YAML file that says what this engine borrows from other deployments, and what it lends them",
         keys={
             "ledger": "ledger",
+            "place": "lending_place",
             "borrow.max": "borrow",
             "borrow.wait_s": "borrow_wait_s",
             "lend.share": "lend",

@@ -104,7 +104,8 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("max_recoveries", "start_timeout_s", "step_timeout_s"), "acts only after a failure"),
     **dict.fromkeys(
-        ("borrow", "lend", "ledger", "borrow_wait_s", "lend_address", "lend_gbps"), "needs a second deployment"
+        ("borrow", "lend", "ledger", "lending_place", "borrow_wait_s", "lend_address", "lend_gbps"),
+        "needs a second deployment",
     ),
     "collective": "--tensor-parallel-size",
     "decode_only": "a measurement; answers mean nothing",

@@ -226,7 +226,8 @@ def open_borrower(
     name = f"engine-{host[:16]}-{secrets.token_hex(4)}"
     own = ColocatedLender(config, ledger, key, name) if config.topology.lend else None
     try:
-        links = BorrowerLinks(ledger, key, name, host, own.service if own is not None else None)
+        place = config.launch.lending_place or host
+        links = BorrowerLinks(ledger, key, name, place, own.service if own is not None else None)
     except BaseException:
         if own is not None:
             own.close()

@@ -40,7 +40,7 @@ class ColocatedLender:
             key,
             name,
             blocks,
-            LendingTerms(blocks, blocks, location=socket.gethostname()),
+            LendingTerms(blocks, blocks, location=launching.lending_place or socket.gethostname()),
             threads=config.devices.memory_threads,
             most_gbps=launching.lend_gbps or math.inf,
             needs=lambda: self.local_need,

@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lamina.cli.launch import main
+from lamina.config.flat_options import make_config
 from lamina.executor.launchers import local
-from lamina.executor.lending import lender_service, lending_listener
+from lamina.executor.lending import borrower, lender_service, lending_listener
 from lamina.executor.lending.borrower_links import BorrowerLinks, GuestWorker
 from lamina.executor.lending.guest_workers import cpu_seconds
 from lamina.executor.lending.ledger_service import LedgerService
@@ -134,6 +136,30 @@ def test_a_guest_is_a_memory_worker_with_a_key_of_its_own_and_none_of_the_cluste
     until(lambda: service.creditor.free_blocks == 8, "the blocks do not come back")
     with pytest.raises(LinkClosedError):
         link.recv(SOON_S)
+
+
+PLACED = {"partition": "spill", "memory_workers": 2, "transport": "shm", "lending_place": "z1/r2/h3"}
+
+
+@pytest.mark.parametrize(("named", "place"), [({}, "z1/r2/h3"), ({"lending_place": ""}, socket.gethostname())])
+def test_an_engine_lends_and_borrows_where_its_file_says_that_it_is(
+    named: dict[str, str], place: str, street: Street, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
+    ledger, places = f"{street.place[0]}:{street.place[1]}", list[str]()
+
+    def links(ledger: Any, key: bytes, name: str, place: str, own: Any) -> Any:
+        places.append(place)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(borrower, "BorrowerLinks", links)
+    options = {**PLACED, "ledger": ledger, "borrow": "8MiB", "lend": 0.5, "kv_memory": "8MiB", **named}
+    none: Any = None
+    engine = borrower.open_borrower(make_config(options), none, none, none)
+    with contextlib.closing(engine):
+        assert places == [place]
+        (row,) = until(lambda: [*street.shown().values()], "it lends nothing")
+        assert row.place == place
 
 
 def free_port() -> int:
