@@ -276,14 +276,12 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for other, why in {
             "--memory-workers 1": "it needs two or more memory workers",
             "--memory-weights": "memory workers need equal parts",
-            "--pipeline auto": "memory workers need equal parts, and it measures unequal ones",
             "--launcher ray": "memory workers must be on this host",
             "--launcher static": "memory workers must be on this host",
             "--memory-addresses": "memory workers join and leave, at free addresses",
             "--memory-device cuda": "KV must be in the memory of this host",
             "--memory-device auto": "KV must be in the memory of this host",
             "--transport loopback": "memory workers must be separate processes",
-            "--decode-only": "all KV must be in the pool",
             "--context-overflow truncate": "KV must stay at its place",
             "--kv-sparsity evict": "sequences must keep all KV",
             "--kv-sparsity select": "copied KV has no index of its blocks",
@@ -293,9 +291,11 @@ CONFLICTS: dict[tuple[str, str], str] = {
         (lending, other): why
         for lending in ("--lending borrow.max", "--lending lend.share")
         for other, why in {
+            "--pipeline auto": "loans change the memory workers that it has measured",
             "--tensor-parallel-size 2 or more": "ranks have memory workers of their own",
             "--kv-offloading-size": "all KV must be in the pool",
             "--kv-offload dir=": "all KV must be in the pool",
+            "--decode-only": "all KV must be in the pool",
         }.items()
     },
     **{

@@ -136,8 +136,8 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
 
     @property
     def measures_weights(self) -> bool:
-        """True if the memory workers' parts of the work are measured."""
-        several = self.memory_workers > self.tensor_parallel_size
+        """True if the memory workers' parts of the work are measured. With parity they are equal."""
+        several = self.memory_workers > self.tensor_parallel_size and not self.kv_parity
         return self.memory_weights == MEASURED or (self.measures_pipeline and several and not self.memory_weights)
 
     @property

@@ -108,6 +108,7 @@ def test_a_plan_measures_the_parts_of_the_work_unless_they_are_given() -> None:
     assert not TopologyOptions(plan="auto", memory_workers=2, tensor_parallel_size=2).measures_weights, (
         "each rank has one"
     )
+    assert not TopologyOptions(plan="auto", kv_parity=1).measures_weights, "equal parts alone have a parity"
     assert TopologyOptions(memory_weights="measured").measures_weights
 
 
