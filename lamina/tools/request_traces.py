@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,6 +96,19 @@ class RequestTrace:
         """Return the trace without requests of more than ``most`` tokens, which no pool of that size can hold."""
         kept = tuple(r for r in self.requests if r.prompt + r.answer <= most)
         return replace(self, requests=kept, dropped=self.dropped + len(self.requests) - len(kept))
+
+    def beyond(self, most: float) -> RequestTrace:
+        """Return the other requests: those of more than ``most`` tokens."""
+        return replace(self, requests=tuple(r for r in self.requests if r.prompt + r.answer > most))
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens of all replies."""
+        return sum(r.answer for r in self.requests)
+
+    def repeated(self, count: int) -> RequestTrace:
+        """Return ``count`` requests: all of them again and again, in their order."""
+        return replace(self, requests=tuple(islice(cycle(self.requests), count)))
 
     def scaled(self, factor: float) -> RequestTrace:
         """Return the trace with prompts multiplied in length; replies stay."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 MOST_DEVICES = 64  # of a kind: so many deployments are ranked in seconds
+MOST_PLAYED = 1000  # requests, unless --simulate says more
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         )
     verdict = decide_split(planner, ranking)
     with progress_bar(sys.stderr.isatty()) as on_progress:
-        played = simulate_rows(planner, ranking, args.rows, args.simulate, rate, on_progress) if args.simulate else []
+        requests = min(len(ranking.trace.requests), MOST_PLAYED) if args.simulate is None else args.simulate
+        played = simulate_rows(planner, ranking, args.rows, requests, rate, on_progress) if requests else []
     if rate is None:
         verdict = decide_by_simulation(planner, verdict, filled_rows(played))
     plan = Plan(planner, ranking, verdict, played, args.rows, rate)
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Raises ValueError for bad values of flags, and for flags that do not go together."""
     check_at_least(args, 1, "rows")
-    check_at_least(args, 0, "max_num_seqs", "simulate")
+    check_at_least(args, 0, "max_num_seqs", *(["simulate"] if args.simulate is not None else []))
     OPTIONS["dtype"].check(args.dtype)
     add_arguments(unset := argparse.ArgumentParser())
     check_together(

@@ -57,8 +57,9 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
 def _add_played(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is played").add_argument
     add(
-        "--simulate", type=int, default=1000, metavar="N",
-        help="play N requests on the rows shown, by the engine's own scheduler; 0 = none (1000)",
+        "--simulate", type=int, default=None, metavar="N",
+        help="play N requests on the rows shown, by the engine's own scheduler, those of the trace again and again; "
+        "0 = none (those of the trace, 1000 at most)",
     )  # fmt: skip
     add(
         "--rate", default="", metavar="N",

@@ -39,7 +39,7 @@ def plan_text(plan: Plan) -> str:
     planner, ranking, verdict, rows = plan.planner, plan.ranking, plan.verdict, plan.rows
     model, trace = planner.costs.model, ranking.trace
     surrogate = ", a SURROGATE: made up in the likeness of a trace" if trace.is_surrogate else ""
-    dropped = f"{trace.dropped or 'none'} too long for the model or for some deployment, and left out for all"
+    dropped = f"{trace.dropped or 'none'} too long for the model or for all deployments, and left out"
     shown, lengths = shortlist(ranking, rows), f"{trace.mean_prompt:.1f} tokens in, {trace.mean_answer:.1f} out"
     kv_bytes = model.kv_bytes_per_token
     lines = [
@@ -48,7 +48,8 @@ def plan_text(plan: Plan) -> str:
         f"       ({model.source})",
         f"trace  {trace.name}: {len(trace.requests)} requests, {lengths}; {dropped}{surrogate}",
         "",
-        *table([_HEAD, *(_row(p, tied=is_tied(planner, ranking, p)) for p in shown)]),
+        *table(_with_refused(shown, [_HEAD, *(_row(p, tied=is_tied(planner, ranking, p)) for p in shown)])),
+        *_charges(shown),
         f"  {len(ranking.points)} deployments ranked, {len(ranking.refused)} refused{_reasons(ranking)}",
         *_not_ranked(ranking),
         f"  {_tied(planner, ranking)}",
@@ -94,12 +95,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def shortlist(ranking: Ranking, rows: int) -> list[OperatingPoint]:
-    """Return the cheapest deployments, the cheapest homogeneous one, and the cheapest with each kind of device that
-    none of these has.
+    """Return the cheapest deployments, and those of the verdict: the cheapest split and the cheapest homogeneous one.
+    Also the cheapest with each kind of device that none of these has.
     """
-    shown, alone = list(ranking.points[:rows]), ranking.best(split=False)
-    if alone is not None and alone not in shown:
-        shown.append(alone)
+    shown = list(ranking.points[:rows])
+    of_verdict = (ranking.best(split=kind) for kind in (True, False))
+    shown += [point for point in of_verdict if point is not None and point not in shown]
     for point in ranking.points:
         if set(point.deployment.devices).difference(*(p.deployment.devices for p in shown)):
             shown.append(point)
@@ -121,7 +122,7 @@ def serve_command(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> s
         "--pipeline": deployment.batches,
         "--max-num-seqs": math.ceil(best.batch),
         flag_name("kv_memory"): f"{int(each // GIB)}GiB",
-        "--max-model-len": ranking.trace.longest,
+        "--max-model-len": ranking.trace_of(best).longest,
     }
     name = planner.costs.model.name
     model = name if "/" in name or Path(name).exists() else "MODEL"  # the paper's models have only sizes, no checkpoint
@@ -136,6 +137,22 @@ def _row(p: OperatingPoint, *, tied: bool) -> list[str]:
     ]  # fmt: skip
 
 
+def _with_refused(shown: Sequence[OperatingPoint], rows: list[list[str]]) -> list[list[str]]:
+    """Return the rows of the table, with the refused share if some row has one."""
+    if not any(p.refused for p in shown):
+        return rows
+    cells = ["refused", *(f"{p.refused:.1%}" for p in shown)]
+    return [[*row[:-1], cell, row[-1]] for row, cell in zip(rows, cells, strict=True)]
+
+
+def _charges(shown: Sequence[OperatingPoint]) -> list[str]:
+    """Return a line that says how refused requests are charged; none without such."""
+    others = dict.fromkeys(p.elsewhere.label for p in shown if p.elsewhere is not None)
+    if not others:
+        return []
+    return [f"  refused: tokens of requests that do not fit; $/Mtoken has them at the price of {', '.join(others)}"]
+
+
 def _entry(planner: Planner, p: OperatingPoint, ranking: Ranking) -> dict[str, Any]:
     deployment = p.deployment
     counts = {"compute": deployment.compute.name, "num_compute": deployment.num_compute, "ranks": deployment.ranks}
@@ -145,14 +162,15 @@ def _entry(planner: Planner, p: OperatingPoint, ranking: Ranking) -> dict[str, A
     }
     return {
         "devices": deployment.label, **counts, **memory, "batches": deployment.batches, "split": deployment.is_split,
-        **{k: v for k, v in p._asdict().items() if k != "deployment"},
+        **{k: v for k, v in p._asdict().items() if k not in ("deployment", "elsewhere", "room")},
+        "elsewhere": p.elsewhere.label if p.elsewhere is not None else None,
         "parts": {n: {"seconds": x.seconds, "origin": x.origin} for n, x in step_phases(planner, p, ranking).items()},
     }  # fmt: skip
 
 
 def step_phases(planner: Planner, p: OperatingPoint, ranking: Ranking) -> dict[str, PhaseTime]:
     """Return the parts of a step of one of a deployment's batches, by name."""
-    stored = MeanStoredTokens(ranking.trace, planner.costs.model, planner.chunk)
+    stored = MeanStoredTokens(ranking.trace_of(p), planner.costs.model, planner.chunk)
     load = split_load(stored.load(p.batch), p.deployment.batches)[0]
     return dict(planner.costs.step(p.deployment, load).phases)
 

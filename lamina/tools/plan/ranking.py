@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -28,6 +28,9 @@ class OperatingPoint(NamedTuple):
     compute_busy, memory_busy: shares of a round in which a pool is busy.
     bandwidth: bytes per second between the pools with which messages take 20 % of a step, 0 if there is one pool.
     limit: the reason why it has no more sequences.
+    room: tokens of the longest request that it holds. refused: the share of the trace's tokens that are answers to
+    longer ones; ``elsewhere`` serves these, the cheapest deployment that holds all, for ``elsewhere_dollars``. So
+    dollars are those of the whole trace, while all else is of the requests that it holds.
     """
 
     deployment: Deployment
@@ -40,6 +43,17 @@ class OperatingPoint(NamedTuple):
     memory_busy: float
     bandwidth: float
     limit: str
+    room: float = math.inf
+    refused: float = 0.0
+    elsewhere: Deployment | None = None
+    elsewhere_dollars: float = 0.0
+
+    def dollars_at(self, own_dollars: float, refused: float | None = None) -> float:
+        """Return the dollars for 10^6 tokens of the whole trace. ``own_dollars``: for those that it serves itself.
+        ``refused``: instead of its own share.
+        """
+        share = self.refused if refused is None else refused
+        return (1 - share) * own_dollars + share * self.elsewhere_dollars
 
 
 class RefusedDeployment(NamedTuple):
@@ -60,6 +74,10 @@ class Ranking:
     points: tuple[OperatingPoint, ...]
     refused: tuple[RefusedDeployment, ...]
     trace: RequestTrace
+
+    def trace_of(self, point: OperatingPoint) -> RequestTrace:
+        """Return the requests that a deployment holds."""
+        return self.trace.within(point.room)
 
     def best(self, *, split: bool) -> OperatingPoint | None:
         """Return the cheapest deployment of one kind."""
@@ -116,7 +134,7 @@ class Planner:
     chunk: int = 0
 
     def rank(self, asked: Iterable[Deployment], trace: RequestTrace) -> Ranking:
-        """Rank all deployments that hold the model, by the requests of the trace that fit all of them. Raises
+        """Rank all deployments that hold the model, by all requests of the trace that one of them can hold. Raises
         ValueError if none does.
         """
         able, refused = list[Deployment](), list[RefusedDeployment]()
@@ -126,18 +144,44 @@ class Planner:
                 refused.append(refusal)
             else:
                 able.append(deployment)
-        able, kept, more = self._with_room(able, refused, self._known(trace))
+        trace = self._known(trace)
+        room, more = self._with_room(able, refused, trace)
         refused += more
-        stored = MeanStoredTokens(kept, self.costs.model, self.chunk)
-        points = []
-        for deployment in able:
-            point = self.operating_point(deployment, stored)
+        stored, points = dict[int, MeanStoredTokens](), list[OperatingPoint]()
+        for deployment, most in room.items():
+            own = trace.within(most)
+            if len(own.requests) not in stored:
+                stored[len(own.requests)] = MeanStoredTokens(own, self.costs.model, self.chunk)
+            point = self.operating_point(deployment, stored[len(own.requests)])
             if isinstance(point, RefusedDeployment):
                 refused.append(point)
             else:
-                points.append(point)
-        points.sort(key=lambda p: (p.dollars, p.hour, p.deployment.label))
-        return Ranking(tuple(points), tuple(refused), kept)
+                points.append(point._replace(room=most))
+        kept = trace.within(max((p.room for p in points), default=0.0))
+        points = sorted(self._charged(points, kept), key=lambda p: (p.dollars, p.hour, p.deployment.label))
+        return Ranking(tuple(points), tuple(refused), kept if points else trace)
+
+    def _charged(self, points: Sequence[OperatingPoint], trace: RequestTrace) -> Iterator[OperatingPoint]:
+        """Yield the points, with dollars for the whole trace: what one cannot hold is served elsewhere."""
+        whole = sorted((p for p in points if p.room >= trace.longest), key=lambda p: p.dollars) if points else []
+        charges = dict[int, tuple[Deployment, float]]()
+        for point in points:
+            rest = trace.beyond(point.room)
+            if not rest.requests:
+                yield point
+                continue
+            if len(rest.requests) not in charges:
+                stored = MeanStoredTokens(rest, self.costs.model, self.chunk)
+                each = (self.operating_point(p.deployment, stored) for p in whole)
+                serves = next((p for p in each if isinstance(p, OperatingPoint)), whole[0])
+                charges[len(rest.requests)] = serves.deployment, serves.dollars
+            elsewhere, dollars = charges[len(rest.requests)]
+            point = point._replace(
+                refused=rest.num_answer_tokens / trace.num_answer_tokens,
+                elsewhere=elsewhere,
+                elsewhere_dollars=dollars,
+            )
+            yield point._replace(dollars=point.dollars_at(point.dollars))
 
     def refusal(self, deployment: Deployment) -> RefusedDeployment | None:
         """Return a refusal if the weights do not fit."""
@@ -216,9 +260,9 @@ class Planner:
 
     def _with_room(
         self, able: list[Deployment], before: list[RefusedDeployment], trace: RequestTrace
-    ) -> tuple[list[Deployment], RequestTrace, list[RefusedDeployment]]:
-        """Return one list of requests for all: those that the smallest deployment cannot hold are dropped, for all. A
-        deployment that would drop more than a tenth of the trace is refused instead.
+    ) -> tuple[dict[Deployment, float], list[RefusedDeployment]]:
+        """Return the deployments with the tokens of the longest request that each holds. One that cannot hold more than
+        a tenth of the trace is refused.
         """
         room = {d: self._longest(d, trace) for d in able}
         enough = [d for d in able if len(trace.within(room[d]).requests) >= 0.9 * len(trace.requests)]
@@ -236,7 +280,7 @@ class Planner:
             raise ValueError(
                 f"--devices: nothing that can be built of these holds the model and this trace{reason}: add more"
             )
-        return enough, trace.within(min(room[d] for d in enough)), refused
+        return {d: room[d] for d in enough}, refused
 
     def _longest(self, deployment: Deployment, trace: RequestTrace) -> float:
         """Return the tokens of the longest request that fits alone."""
@@ -257,8 +301,12 @@ class Planner:
         """Return the same point with the price of one device multiplied by ``factor``: the best number of sequences
         stays.
         """
-        hour = point.deployment.price(self.with_price(device, factor).prices)
-        return point._replace(hour=hour, dollars=dollars_of(hour, point.tokens_s))
+        prices, other = self.with_price(device, factor).prices, point.elsewhere
+        hour = point.deployment.price(prices)
+        if other is not None:
+            rise = other.price(prices) / other.price(self.prices)
+            point = point._replace(elsewhere_dollars=point.elsewhere_dollars * rise)
+        return point._replace(hour=hour, dollars=point.dollars_at(dollars_of(hour, point.tokens_s)))
 
     def with_link(self, factor: float) -> Planner:
         """Return the same planner with the link's rate, and that of the devices' own cards, multiplied by

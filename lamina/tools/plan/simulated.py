@@ -28,6 +28,7 @@ class SimulatedRow(NamedTuple):
     point: OperatingPoint
     run: ReplayResult | None
     why_not: str = ""
+    refused: float = 0.0  # as in OperatingPoint, of the requests of the run
 
     @property
     def with_simulated_numbers(self) -> OperatingPoint | None:
@@ -35,7 +36,7 @@ class SimulatedRow(NamedTuple):
         if self.run is None:
             return None
         tokens_s = self.run.tokens_s
-        dollars = dollars_of(self.point.hour, tokens_s)
+        dollars = self.point.dollars_at(dollars_of(self.point.hour, tokens_s), self.refused)
         return self.point._replace(batch=self.run.batch, tbt_s=self.run.tbt_p50_s, tokens_s=tokens_s, dollars=dollars)
 
     def to_json(self) -> dict[str, Any]:
@@ -44,7 +45,8 @@ class SimulatedRow(NamedTuple):
         if self.run is None or self.with_simulated_numbers is None:
             return {"devices": label, "why_not": self.why_not}
         money = {"hour": self.point.hour, "dollars": self.with_simulated_numbers.dollars}
-        return {"devices": label, "tokens_s": self.run.tokens_s, **money, **self.run._asdict()}
+        shares = {"tokens_s": self.run.tokens_s, "refused": self.refused}
+        return {"devices": label, **shares, **money, **self.run._asdict()}
 
 
 def filled_rows(played: Sequence[SimulatedRow]) -> list[OperatingPoint]:
@@ -75,20 +77,24 @@ def simulate_rows(
     rate: float | None = None,
     on_progress: OnProgress = _quiet,
 ) -> list[SimulatedRow]:
-    """Run the first ``requests`` of the ranked trace: as soon as they fit, or so many a second (0: as they came)."""
-    trace, outcomes = ranking.trace.first(requests), list[SimulatedRow]()
+    """Run ``requests`` of the ranked trace, each deployment those that it holds. They come as soon as they fit, and the
+    trace is repeated; or the first ones come so many a second (0: as they came).
+    """
+    trace, outcomes = ranking.trace.repeated(requests), list[SimulatedRow]()
     if rate is not None:
+        trace = ranking.trace.first(requests)
         trace = spread_arrivals(trace.at_rate(rate) if rate else trace, _SEED)
     for point in shortlist(ranking, rows):
         most = 0 if point.limit.startswith("memory") else max(1, round(point.batch))
         tell = partial(on_progress, f"playing {point.deployment.label}")
-        paced = rate is not None
+        paced, own = rate is not None, trace.within(point.room)
+        refused = 1 - own.num_answer_tokens / trace.num_answer_tokens
         try:
             played = replay(
                 planner.costs,
                 planner.memory,
                 point.deployment,
-                trace,
+                own,
                 most,
                 paced=paced,
                 chunk=planner.chunk,
@@ -97,7 +103,7 @@ def simulate_rows(
         except NotSimulatableError as error:
             outcomes.append(SimulatedRow(point, None, str(error)))
         else:
-            outcomes.append(SimulatedRow(point, played))
+            outcomes.append(SimulatedRow(point, played, refused=refused))
     return outcomes
 
 
@@ -123,7 +129,7 @@ def simulated_text(played: Sequence[SimulatedRow], rate: float | None = None) ->
         if not filled_rows(played):
             most = MIN_REQUESTS_PER_SEQUENCE * max(math.ceil(p.point.batch) for p in played)
             each = f"{MIN_REQUESTS_PER_SEQUENCE} requests for each sequence"
-            lines.append(f"  runs decide the verdict if they have {each}: --simulate {most}, and a trace of so many")
+            lines.append(f"  runs decide the verdict if they have {each}: --simulate {most}")
     else:
         came = f"{rate:g} requests a second" if rate else "requests come as in the trace"
         lines.append(f"  {came}, spread within ticks of its clock; a prompt elsewhere takes no time")

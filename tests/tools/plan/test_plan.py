@@ -20,7 +20,7 @@ from lamina.config.flat_options import make_config
 from lamina.facts.hardware import DEVICES
 from lamina.tools.plan.cost_model import BatchLoad, split_load
 from lamina.tools.plan.deployment import Deployment, deployments
-from lamina.tools.plan.ranking import MeanStoredTokens
+from lamina.tools.plan.ranking import MeanStoredTokens, Planner
 from lamina.tools.plan.tables import network_link
 from lamina.tools.plan.verdict import decide_by_simulation, decide_split, turning_point
 from lamina.tools.request_traces import RequestTrace, TracedRequest
@@ -137,7 +137,7 @@ def test_dollars_of_a_row_are_those_of_its_hour() -> None:
     assert point.dollars == pytest.approx(44.24 / (point.tokens_s * 3600 / 1e6))  # type: ignore[union-attr]
 
 
-def test_who_would_drop_more_than_a_tenth_is_refused_and_who_drops_less_drops_for_all() -> None:
+def test_who_cannot_hold_more_than_a_tenth_is_refused_and_who_holds_more_drops_nothing() -> None:
     asked = [Deployment(DEVICES["h100"], 2, DEVICES["h20"], n, 2) for n in (2, 8)]
     room = planner().memory.kv_bytes(planner().costs.model, asked[0]) / planner().costs.model.kv_bytes_per_token
     long, short = int(1.2 * room), 1000
@@ -147,8 +147,55 @@ def test_who_would_drop_more_than_a_tenth_is_refused_and_who_drops_less_drops_fo
         ranking = planner().rank(asked, RequestTrace("made", tuple(rows)))
         return len(ranking.points), len(ranking.trace.requests)
 
-    assert ranked(9) == (2, 91)
+    assert ranked(9) == (2, 100)
     assert ranked(11) == (1, 100)
+
+
+def tailed(share: float) -> tuple[Planner, list[Deployment], RequestTrace]:
+    """Two deployments, and requests of which a share are too long for the first one alone."""
+    mine, asked = planner(), [Deployment(DEVICES["h100"], 2, DEVICES["h20"], n, 2) for n in (2, 8)]
+    room = mine.memory.kv_bytes(mine.costs.model, asked[0]) / mine.costs.model.kv_bytes_per_token
+    longer = round(100 * share)
+    rows = [TracedRequest(0.0, int(1.2 * room), 100)] * longer + [TracedRequest(0.0, 1000, 100)] * (100 - longer)
+    return mine, asked, RequestTrace("made", tuple(rows))
+
+
+def test_one_that_cannot_hold_a_request_is_charged_for_it() -> None:
+    """Its own tokens have its own price, and the others what they cost where they fit."""
+    mine, asked, trace = tailed(0.08)
+    points = {p.deployment: p for p in mine.rank(asked, trace).points}
+    small, large = (points[d] for d in asked)
+    assert (small.refused, large.refused, small.elsewhere) == (pytest.approx(0.08), 0.0, asked[1])
+    alone = mine.rank(asked[:1], trace.within(1200)).points[0].dollars
+    rest = mine.rank(asked[1:], trace.beyond(1200)).points[0].dollars
+    assert small.dollars == pytest.approx(0.92 * alone + 0.08 * rest)
+    assert rest > 3 * alone, "the tail is dear"
+    dearer = mine.repriced(small, "h20", 2.0)
+    assert dearer.dollars > small.dollars
+    again = {p.deployment: p for p in mine.with_price("h20", 2.0).rank(asked, trace).points}[asked[0]]
+    assert dearer.dollars == pytest.approx(again.dollars)
+
+
+def test_a_tail_that_only_one_holds_is_not_a_loss_of_that_one() -> None:
+    """Charged, both serve the same requests: so the one without room is no cheaper by what it cannot do."""
+    mine, asked, trace = tailed(0.08)
+    points = {p.deployment: p for p in mine.rank(asked, trace).points}
+    uncharged = mine.rank(asked[:1], trace.within(1200)).points[0].dollars
+    assert uncharged < points[asked[1]].dollars
+    assert points[asked[0]].dollars > 1.2 * uncharged
+
+
+def test_the_refused_share_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [(1000, 100)] * 96 + [(120_000, 100)] * 4
+    trace = write_trace(tmp_path / "t.csv", rows)
+    arguments = ("llama-65b", "--trace", trace, "--devices", "h100:4,h20:8", "--simulate", "0")
+    told = plan_json(capsys, *arguments)
+    shares = {row["devices"]: row["refused"] for row in told["rows"]}
+    assert {round(share, 3) for share in shares.values()} == {0.0, 0.04}, shares
+    assert main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "4.0%" in text
+    assert "refused: tokens of requests that do not fit; $/Mtoken has them at the price of" in text
 
 
 def test_the_verdict_of_runs_that_were_played_goes_before_the_closed_form() -> None:
@@ -198,11 +245,11 @@ def test_nothing_is_ranked_that_does_not_fit() -> None:
     assert any("do not fit one h100" in r.why for r in ranking.refused)
 
 
-def test_long_requests_are_left_out_for_all_and_counted() -> None:
+def test_requests_that_nothing_holds_are_left_out_and_counted() -> None:
     from lamina.tools.request_traces import RequestTrace, TracedRequest
 
     mine = planner("llama-33b")
-    trace = RequestTrace("mixed", (*even(40, 1000, 100).requests, TracedRequest(99.0, 100_000, 10)))
+    trace = RequestTrace("mixed", (*even(40, 1000, 100).requests, TracedRequest(99.0, 10**7, 10)))
     ranking = mine.rank(deployments(STOCK, mine.costs.model), trace)
     assert (ranking.trace.dropped, len(ranking.trace.requests)) == (1, 40)
 
@@ -306,6 +353,24 @@ def test_a_reason_that_holds_for_all_rows_is_printed_once_with_the_number_to_pla
     assert played[0] == "  no row was played: 200 requests are too few for a replay: they never fill the deployment"
     assert len(played) == 2
     assert "--simulate 3624" in played[1], "four for each of the 906 sequences of a row"
+
+
+def test_a_short_trace_is_repeated_and_runs_agree_with_the_table_and_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is by formulas. Runs of enough requests decide, and say the same within the formulas' error."""
+    trace = write_trace(tmp_path / "t.csv", [(1000, 60), (400, 40), (2000, 50)])
+    asked = ("llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", "--max-num-seqs", "24", "--rows", "2")
+    formed = plan_json(capsys, *asked, "--simulate", "0")
+    played = plan_json(capsys, *asked, "--simulate", "150")
+    assert "played" in played["verdict"]["why"]
+    assert played["verdict"]["headline"] == formed["verdict"]["headline"]
+    table = {row["devices"]: row["dollars"] for row in played["rows"]}
+    runs = {run["devices"]: run for run in played["simulated"]}
+    assert runs.keys() == table.keys()
+    assert {run["requests"] for run in runs.values()} == {150}
+    for devices, run in runs.items():
+        assert run["dollars"] == pytest.approx(table[devices], rel=0.15), devices
 
 
 @pytest.mark.parametrize(
