@@ -244,7 +244,7 @@ class Engine:
             return self._look_for_room()
         return None if steps and self.scheduler.can_schedule_ahead else self.executor.wait()
 
-    def _look_for_room(self) -> EpochChanged | None:
+    def _look_for_room(self) -> EpochChanged | Report | None:
         """Without steps in flight, check for new memory workers, since waiting requests may need them."""
         if not self.requests:
             return None

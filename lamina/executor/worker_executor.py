@@ -18,7 +18,7 @@ from lamina.observe.trace import Event, Recorder
 from lamina.observe.trace_collection import ROUND_TRIPS, Tracer
 from lamina.protocol.control import ClockRequest, ClockTime, ComputeReady, RunRound, Stats, StatsRequest, StepDone
 from lamina.protocol.executor import Clock, Done, EpochChanged, Report, WorkerError
-from lamina.protocol.offload_messages import LoadReady
+from lamina.protocol.offload_messages import LoadReady, PagesExpired
 from lamina.protocol.step_plan import CopyStripes, LoadKv, SaveKv, ScoreBlocks, SurvivingKv
 from lamina.utils.state_machine import StateMachine
 
@@ -197,15 +197,21 @@ class WorkerExecutor:
                         self.tracer.recorder.add(Event.WAIT_DONE, start, done)
             return self._quiesce() if done is None else done
 
-    def check_workers(self) -> EpochChanged | None:
-        """Return EpochChanged if a worker has been lost, without waiting. Raises WorkerError as ``wait`` does."""
+    def check_workers(self) -> EpochChanged | PagesExpired | None:
+        """Return EpochChanged if a worker has been lost, or which stored pages have expired, without waiting. Raises
+        WorkerError as ``wait`` does.
+        """
         with self._lock:
             if self._loss is None:
                 with self._note_loss():
                     self.registry.check()
                     self.supervisor.check_health(self._waited_for())
                     self._look_for_leaving()
-            return self._quiesce() if self._must_quiesce() else None
+            if self._must_quiesce():
+                return self._quiesce()
+            expired = self.registry.read_messages(PagesExpired)
+            keys = [key for each in expired for key in each.keys]
+            return PagesExpired(epoch=self.registry.epoch, keys=keys) if keys else None
 
     def _look_for_leaving(self) -> None:
         """Begin to replace memory workers that got SIGTERM, and reap those that have left."""
@@ -294,7 +300,9 @@ class WorkerExecutor:
         while (done := self._steps_in_flight.next_done()) is None:
             done = self._receive()
             if isinstance(done, Report):
-                self._reports -= not isinstance(done, LoadReady)  # its transfer continues
+                self._reports -= not isinstance(
+                    done, LoadReady | PagesExpired
+                )  # a transfer continues, or there is none
                 self._progress_at = self._clock()
                 return done
             if done.batch >= self._batches:  # from a prefill worker: its one link keeps the order

@@ -35,7 +35,7 @@ from lamina.protocol.control import (
     Trace,
 )
 from lamina.protocol.executor import Clock, WorkerError
-from lamina.protocol.offload_messages import LoadReady, StoredPages, TransferDone
+from lamina.protocol.offload_messages import LoadReady, PagesExpired, StoredPages, TransferDone
 from lamina.protocol.reshard import ReshardDone, StorePrepared, TerminationNotice
 from lamina.protocol.step_plan import BlockScoresReport, StripesCopied
 
@@ -56,7 +56,7 @@ TICK_S = 0.25  # of silence, after which a wait calls ``on_tick``
 FROM_WORKERS = (
     MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace
     | Quiesced | ChannelLost | Failed | StoredPages | TransferDone | LoadReady | BlockScoresReport | StorePrepared
-    | ReshardDone
+    | ReshardDone | PagesExpired
     | TerminationNotice | StripesCopied
 )  # fmt: skip
 

@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 
 from .capacity import Capacity
 from .control import ComputeReady, RunRound, StepDone
-from .offload_messages import LoadReady, TransferDone
+from .offload_messages import LoadReady, PagesExpired, TransferDone
 from .step_plan import BlockScoresReport, StripesCopied, SurvivingKv
 
-# What a memory worker reports: the end of a transfer, enough of a transfer, block scores, copied stripes.
-Report = TransferDone | LoadReady | BlockScoresReport | StripesCopied
+# What a memory worker reports: the end of a transfer, enough of one, block scores, copied stripes, expired pages.
+Report = TransferDone | LoadReady | BlockScoresReport | StripesCopied | PagesExpired
 Done = StepDone | Report
 
 
@@ -78,8 +78,10 @@ class Executor(Protocol):
         """
         ...
 
-    def check_workers(self) -> EpochChanged | None:
-        """Return EpochChanged if a worker has been lost, without waiting. Raises WorkerError as ``wait`` does."""
+    def check_workers(self) -> EpochChanged | PagesExpired | None:
+        """Return EpochChanged if a worker has been lost, or which stored pages have expired, without waiting. Raises
+        WorkerError as ``wait`` does.
+        """
         ...
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:

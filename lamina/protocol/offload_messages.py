@@ -55,6 +55,13 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True, tag="transferred")
     error: str = ""
 
 
+class PagesExpired(msgspec.Struct, frozen=True, kw_only=True, tag="expired"):
+    """Memory worker -> driver: it has deleted pages, for all workers, that were not used for ``ttl_s`` seconds."""
+
+    epoch: int
+    keys: list[bytes]
+
+
 class LoadReady(msgspec.Struct, frozen=True, kw_only=True, tag="gate-opened"):
     """Memory worker -> driver: transfer ``transfer_id`` has loaded enough for rows of its sequence to come. The
     transfer still reports its end in a TransferDone. If that has an error, these rows attended KV that was never there.

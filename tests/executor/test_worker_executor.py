@@ -12,6 +12,7 @@ from lamina.executor.worker_executor import WorkerExecutor
 from lamina.executor.worker_registry import WorkersLostError
 from lamina.protocol.control import Failed, Stats, StatsRequest
 from lamina.protocol.executor import WorkerError
+from lamina.protocol.offload_messages import PagesExpired
 
 STEP_S = 60.0
 
@@ -73,3 +74,16 @@ def test_counters_have_the_time_that_a_step_has() -> None:
     world.pass_until(world.now + STEP_S + 2.0, lambda: False)
     with pytest.raises(WorkerError, match=r"memory worker 0 .*took too long .*--step-timeout-s 60"):
         pools.collect_stats()
+
+
+def test_an_idle_engine_hears_once_which_pages_have_expired() -> None:
+    world, pools = pools_without_recovery()
+    assert pools.check_workers() is None
+    memory = [worker for worker in world.workers if worker.role == "memory"]
+    for number, worker in enumerate(memory):
+        worker.inbox.append(PagesExpired(epoch=pools.ready.epoch, keys=[bytes([number]) * 32]))
+        worker.inbox.append(PagesExpired(epoch=pools.ready.epoch - 1, keys=[b"old" * 11]))
+    told = pools.check_workers()
+    assert isinstance(told, PagesExpired)
+    assert sorted(told.keys) == [bytes([number]) * 32 for number in range(len(memory))]
+    assert pools.check_workers() is None

@@ -117,6 +117,14 @@ class EmulatedStorage:
         """Keep these pages longer than others for so many seconds."""
         self._inner.set_retention(keys, seconds)
 
+    def set_last_use(self, keys: Iterable[bytes], seconds_ago: float) -> None:
+        """Note that these pages were last used so many seconds ago."""
+        self._inner.set_last_use(keys, seconds_ago)
+
+    def expire(self) -> list[bytes]:
+        """Delete pages that were not used for long; their keys."""
+        return self._inner.expire()
+
     def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """Bring a page nearer, as the medium within does; None: there is none."""
         return self._inner.prefetch_next(fragments)

@@ -34,7 +34,7 @@ CREATE INDEX records_by_segment ON records (segment);
 CREATE TABLE clock (now INTEGER NOT NULL);
 INSERT INTO clock VALUES (0);
 """
-AGES = "CREATE TABLE IF NOT EXISTS ages (at INTEGER PRIMARY KEY, tick INTEGER NOT NULL)"  # the clock's value, by second
+USED_AT = "ALTER TABLE pages ADD COLUMN used_at REAL"  # the time of the last use, in seconds
 PROLONGED = (  # pages with retention
     "CREATE TABLE IF NOT EXISTS prolonged_pages (page INTEGER PRIMARY KEY REFERENCES pages (id) ON DELETE CASCADE,"
     " until INTEGER NOT NULL)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,11 +17,11 @@ from lamina.kv.eviction_policy import EvictionRank, PageUsage
 from lamina.kv.pages import Page, PageFragment
 
 from .index_schema import (
-    AGES,
     PAGE,
     PROLONGED,
     RECORD,
     SCHEMA,
+    USED_AT,
     VERSION,
     PageEntry,
     Record,
@@ -40,12 +41,15 @@ _MOST_TOUCHED = 256
 class PageIndex:
     """One worker's connection to the index. Any thread may use it. Raises sqlite3.Error; ``check`` finds the damage."""
 
-    def __init__(self, folder: StoreDirectory) -> None:
-        """Open the index, which is created if missing. Raises ValueError if it cannot be read."""
+    def __init__(self, folder: StoreDirectory, clock: Callable[[], float] = time.time) -> None:
+        """Open the index, which is created if missing. Raises ValueError if it cannot be read. ``clock``: seconds since
+        a fixed time, the same for all that open it.
+        """
+        self._clock = clock
         os.close(folder.open(INDEX, os.O_RDWR | os.O_CREAT))  # its log gets the same mode
         self._name = folder.name
         self._lock = threading.Lock()
-        self._touched: dict[tuple[bytes, bytes], int] = {}
+        self._touched: dict[tuple[bytes, bytes], tuple[int, float]] = {}  # page -> uses, and the time of the last one
         try:
             self._db = sqlite3.connect(
                 folder.path / INDEX, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
@@ -67,8 +71,13 @@ class PageIndex:
                 raise ValueError(
                     f"{self._name}: the index has version {version}, not {VERSION}: lamina-launch kv purge empties it"
                 )
-            self._db.execute(AGES)
             self._db.execute(PROLONGED)
+            if all(name != "used_at" for _, name, *_ in self._db.execute("PRAGMA table_info(pages)")):
+                self._db.execute(USED_AT)
+            self._db.execute(
+                "UPDATE pages SET used_at = ? WHERE used_at IS NULL", (self._clock(),)
+            )  # of older versions
+            self._db.execute("DROP TABLE IF EXISTS ages")
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -101,7 +110,8 @@ class PageIndex:
     def note_use(self, identity: bytes, key: bytes) -> None:
         """Note that a page was used; this is written with the next change."""
         with self._lock:
-            self._touched[identity, key] = self._touched.pop((identity, key), 0) + 1
+            uses, _ = self._touched.pop((identity, key), (0, 0.0))
+            self._touched[identity, key] = uses + 1, self._clock()
             many = len(self._touched) >= _MOST_TOUCHED
         if many:
             with self._change():
@@ -117,9 +127,18 @@ class PageIndex:
             query = f"SELECT id, {PAGE} FROM pages WHERE identity = ? AND key = ?"
             known = self._db.execute(query, where).fetchone()
             if known is None:
-                values = (identity, *page[:4], *page.provenance, now, now, 1, self._set(record.fragments))
+                values = (
+                    identity,
+                    *page[:4],
+                    *page.provenance,
+                    now,
+                    now,
+                    1,
+                    self._set(record.fragments),
+                    self._clock(),
+                )
                 marks = ", ".join("?" * len(values))
-                columns = f"identity, {PAGE}, came, used, uses, held"
+                columns = f"identity, {PAGE}, came, used, uses, held, used_at"
                 number = self._db.execute(f"INSERT INTO pages ({columns}) VALUES ({marks})", values).lastrowid
             else:
                 number, old, held = known[0], page_from_row(known[1:]), set(record.fragments)
@@ -131,10 +150,9 @@ class PageIndex:
                         self._db.execute("DELETE FROM records WHERE id = ?", row[:1])
                     else:
                         held |= fragments
-                self._db.execute(
-                    "UPDATE pages SET used = ?, source = ?, chunk = ?, build = ?, ranks = ?, held = ? WHERE id = ?",
-                    (now, *page.provenance, self._set(held), number),
-                )
+                columns = "used = ?, used_at = ?, source = ?, chunk = ?, build = ?, ranks = ?, held = ?"
+                new = (now, self._clock(), *page.provenance, self._set(held), number)
+                self._db.execute(f"UPDATE pages SET {columns} WHERE id = ?", new)
             self._db.execute(
                 "INSERT INTO records (page, segment, at, size, encrypted, salt, atoms) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (number, *record.extent, record.encrypted, record.salt, pack_fragments(record.fragments)),
@@ -153,36 +171,35 @@ class PageIndex:
         with self._change():
             self._db.executemany("DELETE FROM pages WHERE identity = ? AND key = ?", [(identity, key) for key in keys])
 
-    def set_retention(self, identity: bytes, keys: Iterable[bytes], now_s: int, until_s: int) -> None:
-        """Retain those of these pages that are stored until then. ``now_s``: as in ``expire``."""
+    def set_last_use(self, identity: bytes, keys: Iterable[bytes], seconds_ago: float) -> None:
+        """Note that these pages were last used so many seconds ago, also if that is before they came."""
         with self._change():
-            self._db.execute("DELETE FROM prolonged_pages WHERE until <= ?", (now_s,))
+            at, query = self._clock() - seconds_ago, "UPDATE pages SET used_at = ? WHERE identity = ? AND key = ?"
+            self._db.executemany(query, [(at, identity, key) for key in keys])
+
+    def set_retention(self, identity: bytes, keys: Iterable[bytes], until_s: int) -> None:
+        """Retain those of these pages that are stored until then."""
+        with self._change():
+            self._db.execute("DELETE FROM prolonged_pages WHERE until <= ?", (self._clock(),))
             self._db.executemany(
                 "INSERT INTO prolonged_pages SELECT id, ? FROM pages WHERE identity = ? AND key = ?"
                 " ON CONFLICT DO UPDATE SET until = max(until, excluded.until)",
                 [(until_s, identity, key) for key in keys],
             )
 
-    def retained_keys(self, now_s: int) -> set[bytes]:
+    def retained_keys(self) -> set[bytes]:
         """Return the keys of pages with retention, of any identity, which are evicted after all others."""
         query = "SELECT key FROM pages JOIN prolonged_pages ON page = id WHERE until > ?"
-        return {key for (key,) in self._rows(query, now_s)}  # type: ignore[misc]
+        return {key for (key,) in self._rows(query, self._clock())}  # type: ignore[misc]
 
-    def expire(self, now_s: int, ttl_s: float) -> list[bytes]:
-        """Remove pages of all identities, except those with retention, that were not used for ``ttl_s`` seconds. The
-        last use is known as exactly as the times of earlier calls. Returns their keys. ``now_s``: seconds since any
-        fixed time, the same for all calls.
+    def expire(self, ttl_s: float) -> list[bytes]:
+        """Remove pages of all identities, except those with retention, that were not used for ``ttl_s`` seconds.
+        Returns their keys.
         """
         with self._change():
-            self._db.execute("INSERT OR REPLACE INTO ages SELECT ?, now FROM clock", (now_s,))
-            (last,) = self._db.execute("SELECT max(tick) FROM ages WHERE at <= ?", (now_s - ttl_s,)).fetchone()
-            if last is None:
-                return []
-            self._db.execute("DELETE FROM ages WHERE tick < ?", (last,))
-            prolonged = "SELECT page FROM prolonged_pages WHERE until > ?"
-            query = f"DELETE FROM pages WHERE used <= ? AND id NOT IN ({prolonged}) RETURNING key"
-            gone = self._db.execute(query, (last, now_s)).fetchall()
-            return [row[0] for row in gone]
+            now, prolonged = self._clock(), "SELECT page FROM prolonged_pages WHERE until > ?"
+            query = f"DELETE FROM pages WHERE used_at <= ? AND id NOT IN ({prolonged}) RETURNING key"
+            return [row[0] for row in self._db.execute(query, (now - ttl_s, now)).fetchall()]
 
     def drop_tenant(self, tenant: bytes) -> int:
         """Remove a tenant's pages of all identities, and return their number."""
@@ -313,6 +330,6 @@ class PageIndex:
         return int(now)
 
     def _flush_uses(self) -> None:
-        for where, times in self._touched.items():
-            values = (self._next_use(), times, *where)
-            self._db.execute("UPDATE pages SET used = ?, uses = uses + ? WHERE identity = ? AND key = ?", values)
+        for where, (times, at) in self._touched.items():
+            query = "UPDATE pages SET used = ?, used_at = ?, uses = uses + ? WHERE identity = ? AND key = ?"
+            self._db.execute(query, (self._next_use(), at, times, *where))

@@ -67,8 +67,8 @@ class StorageConfig(NamedTuple):
 
     The others are for file storage. ``secret``: of the store (lamina.kv.page_keys). ``server``: names the server whose
     workers share ``directory``; no other server may open it meanwhile. ``encrypt``: encrypts fragments by a key of
-    their tenant. ``ttl_s``: seconds without use after which pages are deleted, at the next ``reserve`` or start; 0 for
-    never.
+    their tenant. ``ttl_s``: seconds without use after which pages are deleted, by ``expire``, ``reserve`` or a start.
+    0: never.
     """
 
     total_bytes: int
@@ -133,6 +133,16 @@ class StorageBackend(Protocol):
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
         """Evict these pages after all others, and do not delete them for their age, for ``seconds`` from now on. An
         earlier call that reaches further stays in force; missing pages are ignored. Raises StorageError.
+        """
+        ...
+
+    def set_last_use(self, keys: Iterable[bytes], seconds_ago: float) -> None:
+        """Note that these pages were last used so many seconds ago; missing ones are ignored. Raises StorageError."""
+        ...
+
+    def expire(self) -> list[bytes]:
+        """Delete pages that were not used for ``ttl_s`` seconds, unless that was done a moment ago. Returns the keys of
+        pages of which no fragment is left. Raises StorageError.
         """
         ...
 

@@ -47,7 +47,7 @@ class FileStorage:
             undo.callback(folder.close)
             first = folder.lock(config.server)
             keys = DataKeys(folder, config.secret or store_secret(folder))
-            self.page_index = PageIndex(folder)
+            self.page_index = PageIndex(folder, clock)
             undo.callback(self.page_index.close)
             self._segments = Segments(folder, self.page_index, config.total_bytes, config.workers)
             undo.callback(self._segments.close)
@@ -66,7 +66,7 @@ class FileStorage:
             if nbytes > self._segments.share:
                 raise StorageFullError(f"{nbytes} bytes are more than this worker's part of it, {self._segments.share}")
             if not self._segments.make_room(nbytes):
-                rank = partial(self._rank, self.page_index.retained_keys(int(self._clock())))
+                rank = partial(self._rank, self.page_index.retained_keys())
                 try:
                     given += self.page_index.evict(self._segments.own, self._enough(nbytes), rank)
                 finally:
@@ -83,7 +83,12 @@ class FileStorage:
         if not self._ttl_s or now < self._expires_s:
             return []
         self._expires_s = now + max(1.0, self._ttl_s * _EXPIRES_PART)
-        return self.page_index.expire(int(now), self._ttl_s)
+        return self.page_index.expire(self._ttl_s)
+
+    def expire(self) -> list[bytes]:
+        """Delete pages that were not used for ``ttl_s`` seconds, and return their keys."""
+        with self._call(), self._writing:
+            return self._expire()
 
     def write(self, page: Page, fragments: Mapping[PageFragment, Bytes]) -> None:
         """Encrypt the fragments and add them to the page. Raises StorageFullError, StorageError; ValueError for a
@@ -151,8 +156,12 @@ class FileStorage:
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
         """Evict these pages after others for ``seconds``, even by the next server."""
         with self._call():
-            now = self._clock()
-            self.page_index.set_retention(self._identity, keys, int(now), int(now + seconds))
+            self.page_index.set_retention(self._identity, keys, int(self._clock() + seconds))
+
+    def set_last_use(self, keys: Iterable[bytes], seconds_ago: float) -> None:
+        """Note that these pages were last used so many seconds ago."""
+        with self._call():
+            self.page_index.set_last_use(self._identity, keys, seconds_ago)
 
     def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """Return None: there is one place, so no page is moved."""

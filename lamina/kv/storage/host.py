@@ -24,6 +24,7 @@ class _StoredFragment(NamedTuple):
 class _HostPage(NamedTuple):
     page: Page
     fragments: dict[PageFragment, _StoredFragment]
+    used_at: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +38,7 @@ class HostStorage:
 
     def __init__(self, config: StorageConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock``: seconds."""
-        self._clock = clock
+        self._clock, self._ttl_s = clock, config.ttl_s
         self._whole, self.size = (
             config.total_bytes,
             config.total_bytes // config.workers,
@@ -150,6 +151,31 @@ class HostStorage:
         with self._lock:
             return max(0.0, self._until.get(key, 0.0) - self._clock())
 
+    def idle_s(self, key: bytes) -> float:
+        """Return the seconds since the last use of a page; 0 if it is missing."""
+        with self._lock:
+            lying = self._open().get(key)
+            return 0.0 if lying is None else self._clock() - lying.used_at
+
+    def set_last_use(self, keys: Iterable[bytes], seconds_ago: float) -> None:
+        """Note that these pages were last used so many seconds ago."""
+        with self._lock:
+            lying, at = self._open(), self._clock() - seconds_ago
+            for key in keys:
+                if key in lying:
+                    lying[key] = lying[key]._replace(used_at=at)
+
+    def expire(self) -> list[bytes]:
+        """Delete pages that were not used for ``ttl_s`` seconds, and return their keys."""
+        with self._lock:
+            lying, end = self._open(), self._clock() - self._ttl_s
+            self._expire_retention()
+            gone = [key for key, each in lying.items() if each.used_at <= end and key not in self._until]
+            for key in gone if self._ttl_s else ():
+                del lying[key]
+                self._tier.forget(key)
+            return gone if self._ttl_s else []
+
     def _expire_retention(self) -> None:
         """Rank pages whose retention has ended like others."""
         while self._ends and self._ends[0][0] <= self._clock():
@@ -216,7 +242,7 @@ class HostStorage:
     def _use(self, lying: _HostPage) -> None:
         known = self._open()
         known.pop(lying.page.key, None)
-        known[lying.page.key] = lying
+        known[lying.page.key] = lying._replace(used_at=self._clock())
         self._tier.record_use(lying.page.key, lying.page.number, lying.nbytes)
 
 

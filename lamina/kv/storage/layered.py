@@ -128,6 +128,22 @@ class TieredStorage:
         self._memory.set_retention(pages, seconds)
         self._disk.set_retention(pages, seconds)
 
+    def set_last_use(self, keys: Iterable[bytes], seconds_ago: float) -> None:
+        """Note that these pages were last used so many seconds ago, in both places."""
+        pages = list(keys)
+        self._memory.set_last_use(pages, seconds_ago)
+        self._disk.set_last_use(pages, seconds_ago)
+
+    def expire(self) -> list[bytes]:
+        """Delete pages that were not used for long, each place by its own uses. Returns the keys of pages that are now
+        gone.
+        """
+        with self._moves:
+            gone = self._memory.expire()
+            lost = [key for key in gone if key in self._split or self._disk.lookup(key) is None]
+            self._evict_from_memory(*gone)
+            return list(dict.fromkeys([*lost, *self._lost_of(self._disk.expire())]))
+
     def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """Copy the next page of the fetch window from the disk to memory, and return evicted keys; None if there is
         none.
@@ -226,6 +242,7 @@ class TieredStorage:
     def _demote(self, key: bytes) -> list[bytes]:
         """Move a page from memory to the disk. Returns the keys of pages that are now gone."""
         given, left_s = list[bytes](), self._memory.retention_left_s(key)
+        idle_s = self._memory.idle_s(key)
         try:
             page, fragments = self._memory.read_page(key)
             held = None if key in self._dirty else self._disk.lookup(key)
@@ -237,6 +254,7 @@ class TieredStorage:
                     if left_s:
                         self._disk.set_retention([key], left_s)
                     given = [each for each in given if each != key]
+            self._disk.set_last_use([key], idle_s)
         except StorageError:
             given.append(key)
             with suppress(StorageError):

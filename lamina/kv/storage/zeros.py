@@ -40,6 +40,13 @@ class DummyStorage:
     def set_retention(self, keys: Iterable[bytes], seconds: float) -> None:
         """Do nothing: no page is evicted."""
 
+    def set_last_use(self, keys: Iterable[bytes], seconds_ago: float) -> None:
+        """Do nothing: no page has an age."""
+
+    def expire(self) -> list[bytes]:
+        """Return no keys: no page has an age."""
+        return []
+
     def mark_copied(self, key: bytes, *, yes: bool) -> None:
         """Do nothing: no page is evicted."""
 

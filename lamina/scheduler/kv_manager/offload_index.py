@@ -23,7 +23,7 @@ from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.executor import Report
 from lamina.protocol.kv_placement import KvLocation
-from lamina.protocol.offload_messages import LoadReady, OffloadFacts, TransferDone
+from lamina.protocol.offload_messages import LoadReady, OffloadFacts, PagesExpired, TransferDone
 from lamina.protocol.step_plan import (
     MAX_PAGES_PER_TRANSFER,
     MAX_RETENTION_S,
@@ -390,10 +390,13 @@ class OffloadIndex(Feature):
         self._drops.on_saved(keys)
 
     def on_report(self, report: Report) -> TransferResult | None:
-        """Process a memory worker's report: it has loaded enough for first rows, or has ended a transfer.
+        """Process a memory worker's report: it has loaded enough for first rows, or ended a transfer, or pages have
+        expired.
 
         Once all have loaded enough, the sequence may have its first rows; later rows wait for the load's end.
         """
+        if isinstance(report, PagesExpired):
+            self.remove(report.keys)
         if isinstance(report, LoadReady):
             loading = self._loading[self._moving[report.transfer_id].op.sequence]
             loading.num_not_ready -= 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.executor import Done, EpochChanged, Executor
+from lamina.protocol.offload_messages import PagesExpired
 from lamina.protocol.step_plan import SurvivingKv
 
 from .verdict import Plans
@@ -48,7 +49,7 @@ class RecordingExecutor:
     def wait(self) -> Done | EpochChanged:
         return self._wire.wait()
 
-    def check_workers(self) -> EpochChanged | None:
+    def check_workers(self) -> EpochChanged | PagesExpired | None:
         return self._wire.check_workers()
 
     def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:

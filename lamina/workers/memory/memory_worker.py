@@ -23,7 +23,14 @@ from lamina.kv.storage import StorageBackend, StorageConfig, StorageError, open_
 from lamina.netstack import Channel, ChannelError, ChannelTimeout, Fabric
 from lamina.observe.trace import NULL_RECORDER, Recorder
 from lamina.protocol.control import ChannelLost, Connect, LinkClosedError, Quiesced, TransferPeer
-from lamina.protocol.offload_messages import MAX_LISTED_PAGES, LoadReady, OffloadConfig, StoredPages, TransferDone
+from lamina.protocol.offload_messages import (
+    MAX_LISTED_PAGES,
+    LoadReady,
+    OffloadConfig,
+    PagesExpired,
+    StoredPages,
+    TransferDone,
+)
 from lamina.protocol.reshard import RebuildKv, Reshard
 from lamina.protocol.step_plan import BindRequest, BlockScoresReport, ProtocolError, StripesCopied
 from lamina.utils.build_info import build_id
@@ -54,7 +61,7 @@ POLL_S = 1.0  # seconds of a wait for a new connection, which only an event ends
 EPOCH_POLL_S = 0.02  # the same, while the driver may begin the next epoch at any time
 # Seconds between two epochs that a worker asks for: each one counts against --max-recoveries.
 RECONNECT_S = 600.0
-ToDriver = StoredPages | TransferDone | LoadReady | BlockScoresReport | StripesCopied | ChannelLost
+ToDriver = StoredPages | TransferDone | LoadReady | PagesExpired | BlockScoresReport | StripesCopied | ChannelLost
 
 
 class MemoryWorker:
@@ -378,7 +385,17 @@ class MemoryWorker:
         assert self._links is not None
         self._pages = self._pages or RemotePages(medium, self._links, meter)  # a Bind may come again
         self.transfers = PageTransfers(
-            medium, store, report, meter, epoch, offload.rank, recipe, trace, read=self._pages.read, parity=self._parity
+            medium,
+            store,
+            report,
+            meter,
+            epoch,
+            offload.rank,
+            recipe,
+            trace,
+            read=self._pages.read,
+            parity=self._parity,
+            expires=offload.ttl_s > 0,
         )
         try:
             keys = self.transfers.listed_pages(MAX_LISTED_PAGES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -117,6 +118,36 @@ def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path:
     assert told(again) == told(never)
     assert again.outputs[0].token_ids == reference(turn, 8)
     assert not (tmp_path / "kv" / "secret").exists()
+
+
+TTL_S, SOON_S = 3.0, 60.0
+
+
+@pytest.mark.parametrize("memory", ["", "64MiB"], ids=["directory", "memory before it"])
+def test_pages_go_when_their_time_is_up_though_nobody_asks(memory: str, llama_path: Path, tmp_path: Path) -> None:
+    """In real seconds: not before they were unused for so long, and soon after. The engine knows, so no load fails."""
+    tier = {"kv_store_dir": str(tmp_path / "kv"), "kv_store_ttl": f"{TTL_S:g}s", "kv_load_failure_policy": "fail"}
+    tier |= {"kv_offloading_size": memory} if memory else {}
+    with LLM(str(llama_path), memory_workers=2, kv_memory="260KB", **{**TINY, **tier}) as llm:
+        begun, pause, index = time.monotonic(), threading.Event(), llm.engine.scheduler.features[OffloadIndex]
+        never = ask(llm, PROMPT)
+        llm.engine.finish_in_flight()
+        assert index.stored_keys
+        while index.stored_keys:
+            assert time.monotonic() < begun + TTL_S + SOON_S, "its KV is there for ever"
+            pause.wait(0.02)
+            llm.engine.check_workers()
+        assert time.monotonic() >= begun + TTL_S
+        assert sum(number for _, number, _ in store_pages(tmp_path / "kv")) == 0
+        for other in OTHERS:
+            ask(llm, other)
+        assert told(ask(llm, PROMPT)) == told(never)
+
+
+def store_pages(directory: Path) -> list[tuple[bytes, int, int]]:
+    """Tenant, pages and bytes of what a store has."""
+    with closing(StoreDirectory(str(directory))) as folder, closing(PageIndex(folder)) as index:
+        return [(tenant, pages, nbytes) for _, tenant, pages, nbytes in index.counts()]
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from lamina.kv.disk_store.encryption import destroy_data_key
 from lamina.kv.disk_store.maintenance import purge
-from lamina.kv.disk_store.store_directory import StoreDirectory, begin_era, store_era, store_secret
+from lamina.kv.disk_store.store_directory import INDEX, StoreDirectory, begin_era, store_era, store_secret
 from lamina.kv.page_keys import tenant_tag
 from lamina.kv.pages import PAGE, Page, PageFragment, Provenance
 from lamina.kv.storage import FragmentLostError, StorageConfig, StorageError, StorageFullError, host
@@ -586,6 +586,69 @@ def test_a_flipped_bit_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> N
         medium.read(page().key, {fragment: bytearray(3000)})
 
 
+def aging(folder: str, clock: Callable[[], float], ttl_s: float = 100.0) -> FileStorage:
+    os.chmod(folder, 0o700)
+    place = StorageConfig(SIZE, b"i" * 32, directory=folder, secret=SECRET, server="one", ttl_s=ttl_s)
+    return FileStorage(place, clock)
+
+
+def numbers(medium: FileStorage) -> list[int]:
+    return [held.page.number for held in medium.pages()]
+
+
+def test_an_age_counts_from_the_last_use_over_a_restart(tmp_path: Path) -> None:
+    """No call came between the use and the restart, and none while the store was closed."""
+    now, fragments = 1000.5, {PageFragment(0, 0): bytes(100)}
+    with closing(aging(str(tmp_path), lambda: now)) as medium:
+        for number in range(3):
+            medium.write(page(number), fragments)
+        now = 1050.5
+        medium.read(page(1).key, {PageFragment(0, 0): bytearray(100)})
+    now = 1100.0
+    with closing(aging(str(tmp_path), lambda: now)) as medium:
+        assert sorted(numbers(medium)) == [0, 1, 2]
+        medium.read(page(2).key, {PageFragment(0, 0): bytearray(100)})
+    now = 1100.6
+    with closing(aging(str(tmp_path), lambda: now)) as medium:
+        assert numbers(medium) == [1, 2]
+    now = 1150.6
+    with closing(aging(str(tmp_path), lambda: now)) as medium:
+        assert numbers(medium) == [2]
+    now = 1200.1
+    with closing(aging(str(tmp_path), lambda: now)) as medium:
+        assert numbers(medium) == []
+
+
+def test_an_idle_store_deletes_what_is_old_when_it_is_asked(tmp_path: Path) -> None:
+    now, fragments = 1000.0, {PageFragment(0, 0): bytes(100)}
+    with closing(aging(str(tmp_path), lambda: now)) as medium:
+        for number in range(2):
+            medium.write(page(number), fragments)
+        now += 60.0
+        medium.read(page(1).key, {PageFragment(0, 0): bytearray(100)})
+        assert medium.expire() == []
+        now += 40.0
+        assert medium.expire() == [page(0).key]
+        assert medium.expire() == []
+        now += 60.0
+        assert medium.expire() == [page(1).key]
+
+
+def test_pages_of_a_store_that_knew_no_ages_count_from_the_first_start(tmp_path: Path) -> None:
+    now = 1000.0
+    with closing(aging(str(tmp_path), lambda: now)) as medium:
+        medium.write(page(0), {PageFragment(0, 0): bytes(100)})
+    with closing(sqlite3.connect(tmp_path / INDEX)) as index, index:
+        index.execute("ALTER TABLE pages DROP COLUMN used_at")
+        index.execute("CREATE TABLE ages (at INTEGER PRIMARY KEY, tick INTEGER NOT NULL)")
+    now = 5000.0
+    with closing(aging(str(tmp_path), lambda: now)) as medium:
+        assert numbers(medium) == [0]
+    now = 5100.0
+    with closing(aging(str(tmp_path), lambda: now)) as medium:
+        assert numbers(medium) == []
+
+
 @pytest.mark.long
 @given(seed=st.integers(0, 10**6))
 def test_what_nobody_has_used_for_long_goes(seed: int) -> None:
@@ -623,9 +686,7 @@ def test_what_nobody_has_used_for_long_goes(seed: int) -> None:
             there = {held.page.number for held in medium.pages()}
             assert there >= {number for number, at in used.items() if now - at < ttl}
             used = {number: at for number, at in used.items() if number in there}
-        now += 3 * ttl
-        medium.reserve(100)  # a look
-        now += ttl + ttl / 64 + 2
+        now = max([now, *(at + ttl for at in used.values())]) + max(1.0, ttl / 64)
         medium.reserve(100)
         assert medium.pages() == []
         medium.close()

@@ -11,6 +11,7 @@ import pytest
 
 from lamina.kv.pages import PAGE, Page, PageFragment, Provenance
 from lamina.kv.storage import FragmentLostError, StorageBackend, StorageConfig, StorageFullError, open_storage
+from lamina.kv.storage.file import FileStorage
 from lamina.kv.storage.file import open_storage as open_file
 from lamina.kv.storage.host import HostStorage
 from lamina.kv.storage.layered import TieredStorage
@@ -219,6 +220,76 @@ def test_the_disk_has_all_behind_an_end(tmp_path: Path) -> None:
     assert has(again) == set(range(5))
     assert read(again, 3) == b"\3" * SESSION
     again.close()
+
+
+class Aging:
+    """Two layers whose pages live for 100 s by one clock, with room for so many sessions in memory."""
+
+    def __init__(self, directory: Path, memory: int = 8) -> None:
+        self.now, self._directory, self._memory = 1000.0, directory, memory
+        self.both = self.open()
+
+    def open(self) -> TieredStorage:
+        place = StorageConfig(8 * SESSION, directory=str(self._directory), secret=b"s" * 32, server="a", ttl_s=100.0)
+        memory = HostStorage(place._replace(total_bytes=self._memory * SESSION), lambda: self.now)
+        return TieredStorage(memory, FileStorage(place, lambda: self.now), spare=0)
+
+    def restart(self) -> None:
+        self.both.close()
+        self.both = self.open()
+
+
+def test_a_page_in_memory_goes_when_its_time_is_up_and_one_in_use_stays(tmp_path: Path) -> None:
+    aging = Aging(tmp_path / "kv")
+    for number in range(3):
+        put(aging.both, number)
+    aging.both.set_retention([key(2)], 1000.0)
+    aging.now += 60.0
+    read(aging.both, 1)
+    assert aging.both.expire() == []
+    aging.now += 40.0
+    assert aging.both.expire() == [key(0)]
+    assert has(aging.both) == {1, 2}
+    aging.now += 60.0
+    assert aging.both.expire() == [key(1)]
+    assert has(aging.both) == {2}
+    aging.both.close()
+
+
+@pytest.mark.parametrize("moved", ["by others", "at the end"])
+def test_the_age_of_a_page_counts_from_its_last_use_when_it_has_moved_to_the_disk(moved: str, tmp_path: Path) -> None:
+    aging = Aging(tmp_path / "kv", memory=2 if moved == "by others" else 8)
+    for number in range(2):
+        put(aging.both, number)
+    aging.now += 60.0
+    read(aging.both, 1)
+    aging.now += 30.0
+    if moved == "by others":
+        for number in (5, 6):
+            put(aging.both, number)
+    aging.restart()
+    assert {0, 1} <= has(aging.both)
+    aging.now += 11.0
+    assert aging.both.expire() == [key(0)]
+    assert 1 in has(aging.both)
+    aging.now += 60.0
+    assert key(1) in aging.both.expire()
+    aging.both.close()
+
+
+def test_a_page_that_memory_serves_outlives_its_copy_on_the_disk(tmp_path: Path) -> None:
+    aging = Aging(tmp_path / "kv")
+    put(aging.both, 0)
+    aging.restart()
+    assert read(aging.both, 0) == bytes(SESSION)
+    assert aging.both.prefetch_next(SHARE) == []  # a copy in memory
+    for _ in range(3):
+        aging.now += 60.0
+        read(aging.both, 0)
+        assert aging.both.expire() == []
+    aging.restart()
+    assert read(aging.both, 0) == bytes(SESSION)
+    aging.both.close()
 
 
 def split(places: Places) -> None:

@@ -14,7 +14,7 @@ from lamina.config.partition import KvShards
 from lamina.engine.sessions import EngineSessions
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation, StripeRun
-from lamina.protocol.offload_messages import OffloadFacts, TransferDone
+from lamina.protocol.offload_messages import OffloadFacts, PagesExpired, TransferDone
 from lamina.protocol.step_plan import DeletePages, LoadKv, SaveKv, SetRetention
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
@@ -62,6 +62,20 @@ def test_a_page_that_is_not_whole_is_found_to_its_end() -> None:
         check_tokens([other])
         house.scheduler.evict_retained()
         house.round()
+
+
+def test_pages_that_have_expired_are_not_found() -> None:
+    house = TierHouse(40)
+    first = make(1, 9, 8)
+    house.scheduler.add(first)
+    house.serve([first])
+    other = make(2, 0, 3)
+    other.prompt[:], other.tokens[:] = [*first.tokens, 7], [*first.tokens, 7]
+    found = house.tier.find_loadable(other, 0)
+    assert found is not None
+    assert house.scheduler.on_report(PagesExpired(epoch=0, keys=sorted(house.tier.stored_keys)[1:])) is None
+    assert house.tier.find_loadable(other, 0) != found
+    assert len(house.tier.stored_keys) == 1
 
 
 def test_the_pool_is_not_left_for_less_than_a_page() -> None:

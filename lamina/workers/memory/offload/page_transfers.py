@@ -15,13 +15,14 @@ nothing of it reaches the pool or storage any more.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from lamina.kv.pages import DECODE, PAGE, PROMPT, TENANT_BYTES, Page, PageFragment, Provenance
 from lamina.kv.storage import StorageBackend, StorageError
@@ -29,7 +30,7 @@ from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.blocks.block_tables import PlanError
 from lamina.protocol.control import LinkClosedError
 from lamina.protocol.kv_placement import KvLocation
-from lamina.protocol.offload_messages import LoadReady, TransferDone
+from lamina.protocol.offload_messages import LoadReady, PagesExpired, TransferDone
 from lamina.protocol.step_plan import (
     KEY_BYTES,
     MAX_PAGES_PER_TRANSFER,
@@ -65,6 +66,7 @@ from .state_fragments import StateSlot
 log = logging.getLogger(__name__)
 LAST_S = 1.0  # seconds for saves that are due after the driver's end
 END_S = 0.5  # seconds for storage to return after an epoch's end
+EXPIRE_S = 1.0  # seconds between two looks for expired pages
 MAX_COPIED_SHARE = 4  # at most the pool's bytes divided by this are copied for saves whose blocks are freed
 MIN_COPIED_BYTES = 64 << 20  # bytes
 PROMPT_PROVENANCE = Provenance(PROMPT)
@@ -88,7 +90,7 @@ class PageTransfers:
         self,
         medium: StorageBackend,
         store: KvStore,
-        report: Callable[[TransferDone | LoadReady], None],
+        report: Callable[[TransferDone | LoadReady | PagesExpired], None],
         meter: Counters,
         epoch: int = 0,
         rank: int = 0,
@@ -97,13 +99,16 @@ class PageTransfers:
         *,
         read: Callable[[bytes, Mapping[PageFragment, memoryview]], None] | None = None,
         parity: ParityReplies | ParityPages | None = None,
+        expires: bool = False,
     ) -> None:
         """``report``: called from other threads, too; may raise LinkClosedError. ``recipe``: of pages of prompts.
         ``read``: for loads, instead of the storage backend's. ``parity``: for loads of the parity worker, or of those
-        whose parity it keeps. The parity worker saves nothing, and reports each save as done.
+        whose parity it keeps. The parity worker saves nothing, and reports each save as done. ``expires``: whether
+        stored pages have a time to live.
         """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, epoch
         self._atoms, self._recipe, self._trace = StoreFragments(store, rank), recipe, trace
+        self._expire_at = time.monotonic() if expires else math.inf  # when to look for expired pages
         self._prefetcher, self._rate_limiter = Prefetcher(medium, self._atoms, meter), SaveRateLimiter()
         self._last = -1  # the number of the last transfer that was begun
         self._parity = parity
@@ -302,7 +307,7 @@ class PageTransfers:
 
     def _run(self) -> None:
         staging = open_staging(self._store.device)
-        while (task := self._queue.get()) is not None and not self._cancelled:
+        while (task := self._next_task()) is not None and not self._cancelled:
             self._rate_limiter.begin()
             if isinstance(task, DeletePages | SetRetention):
                 with suppress(StorageError):
@@ -320,6 +325,21 @@ class PageTransfers:
                 done, gone, error = 0, [], f"{type(e).__name__}: {e}"
             self._meter.add("save_s", time.perf_counter() - start)
             self._saved(task, done, gone, error)
+
+    def _next_task(self) -> _PageTask | DeletePages | SetRetention | None:
+        """Wait for the next task; meanwhile, and between tasks, delete pages that have expired."""
+        while True:
+            if time.monotonic() >= self._expire_at:
+                self._expire()
+            left_s = self._expire_at - time.monotonic()
+            with suppress(Empty):
+                return self._queue.get(timeout=None if left_s == math.inf else max(0.0, left_s))
+
+    def _expire(self) -> None:
+        self._expire_at = time.monotonic() + EXPIRE_S
+        with suppress(StorageError, LinkClosedError):
+            if keys := self._medium.expire():
+                self._report(PagesExpired(epoch=self._view, keys=keys))
 
     def _saved(self, task: _PageTask, done: int, gone: list[bytes], error: str) -> None:
         with self._lock:
