@@ -246,7 +246,7 @@ class OffloadIndex(Feature):
         return self._index.match_along((self._place(location, number) for number in range(len(keys))), keys)
 
     def most_loadable(self, keys: Several[bytes], *others: KvLocation) -> tuple[int, tuple[KvLocation, ...]]:
-        """Return the most first pages of ``keys`` that a sequence can load, and where. ``others``: see ``locations``."""
+        """Return the most first pages of ``keys`` that a sequence can load, and where; see ``locations``."""
         pages = {location: self.num_loadable_pages(keys, location) for location in self.locations(*others)}
         most = max(pages.values())
         return most, tuple(location for location, n in pages.items() if n == most)
