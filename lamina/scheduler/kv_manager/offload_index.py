@@ -221,8 +221,8 @@ class OffloadIndex(Feature):
 
     def _num_moved(self, keys: Several[bytes], numbers: Several[int], location: KvLocation) -> int:
         """The number of first pages that are stored for the KV shard of ``location``."""
-        both = ((self._place(location, now), self._place(location, was)) for now, was in enumerate(numbers))
-        return self._index.match_along((now & was for now, was in both), keys)
+        both = ((self._kv_shard(location, now), self._kv_shard(location, was)) for now, was in enumerate(numbers))
+        return self._index.match_along((self._place_of(now) if now == was else 0 for now, was in both), keys)
 
     def _with_part(self, sequence: Sequence, whole: int, location: KvLocation, stop: int) -> int:
         """Return the end of the longest stored partial page after its ``whole`` stored tokens."""
@@ -241,9 +241,8 @@ class OffloadIndex(Feature):
 
     def num_loadable_pages(self, keys: Several[bytes], location: KvLocation) -> int:
         """The number of first pages of ``keys`` that a sequence at ``location`` can load."""
-        if self.is_complete:
-            return len(keys)
-        return self._index.match_along((self._place(location, number) for number in range(len(keys))), keys)
+        places = (self._place_of(self._kv_shard(location, number)) for number in range(len(keys)))
+        return len(keys) if self.is_complete else self._index.match_along(places, keys)
 
     def most_loadable(self, keys: Several[bytes], *others: KvLocation) -> tuple[int, tuple[KvLocation, ...]]:
         """Return the most first pages of ``keys`` that a sequence can load, and where; see ``locations``."""
@@ -262,9 +261,6 @@ class OffloadIndex(Feature):
 
     def _place_of(self, kv_shard: int) -> Place:
         return self._places[kv_shard] if kv_shard < len(self._places) else 0  # a session's may have been removed
-
-    def _place(self, location: KvLocation, number: int) -> Place:
-        return self._place_of(self._kv_shard(location, number))
 
     @property
     def has_pages(self) -> bool:
