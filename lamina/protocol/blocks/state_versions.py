@@ -164,6 +164,8 @@ class StateVersions:
             elif isinstance(op, Truncate):
                 after[op.sequence] = {t: slot for t, slot in own.items() if t <= op.length}
             elif isinstance(op, LoadKv):
+                if own.get(op.first) == UNWRITTEN:
+                    raise PlanError(f"sequence {op.sequence}: its state after {op.first} tokens is loaded twice")
                 after[op.sequence] = {**own, op.first: UNWRITTEN}
             else:
                 kept = {*op.snapshots}

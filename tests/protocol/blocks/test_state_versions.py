@@ -189,3 +189,12 @@ def test_a_sequence_that_is_computed_from_its_beginning_loses_what_was_loaded() 
         assert versions.report() == {7: [end]}
         assert versions.num_free == 1
         apply(versions, plan(2, ops=(Free(7),)))
+
+
+def test_a_version_that_a_plan_loads_twice_is_refused_and_takes_no_slot() -> None:
+    versions, twice = StateVersions(4, lambda row: True), [LoadKv(7, n, 5, 0, [b"k" * 32]) for n in range(2)]
+    with pytest.raises(PlanError, match="sequence 7: its state after 5 tokens is loaded twice"):
+        versions.check(plan(0, ops=(New(7), *twice)))
+    apply(versions, plan(0, ops=(New(7), twice[0], LoadKv(7, 2, 9, 0, [b"l" * 32]))))
+    apply(versions, plan(1, ops=(Free(7),)))
+    assert versions.num_free == 4
