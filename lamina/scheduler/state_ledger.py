@@ -7,8 +7,8 @@ from collections.abc import Sequence as Several
 
 from lamina.config.partition import KvShards
 from lamina.protocol.blocks.extents import NoBlocksError
-from lamina.protocol.blocks.state_versions import StateVersions, loads_of_states
-from lamina.protocol.step_plan import StepPlan, SurvivingKv
+from lamina.protocol.blocks.state_versions import StateVersions
+from lamina.protocol.step_plan import RowRange, StepPlan, SurvivingKv
 
 
 class StateLedger:
@@ -44,10 +44,15 @@ class StateLedger:
         return True
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply a plan that can be applied. Versions that are loaded count from now on: no row reads them before."""
+        """Apply a plan that can be applied. Versions that it loads count once ``on_loaded`` is called."""
         for part in self._parts:
             part.begin(plan)
-            part.commit([*plan.rows, *(op.rows for op in loads_of_states(plan))])
+            part.commit(plan.rows)
+
+    def on_loaded(self, sequence: int, tokens: int) -> None:
+        """Count a version that has been loaded."""
+        for part in self._parts:
+            part.commit([RowRange(sequence, tokens, 0)])
 
     def adopt(self, kept: Iterable[SurvivingKv]) -> list[SurvivingKv]:
         """Count the versions that come to new workers. Returns the sequences, in order, that have room for theirs."""

@@ -71,14 +71,21 @@ class HybridPrefixCache(PrefixCache):
             candidates.starts.append(hit)
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
-        """Index an admitted sequence, with the snapshots that it shares with its source, or that is loaded."""
+        """Index an admitted sequence, with the snapshots that it shares with its source."""
         ops, number = super().on_started(candidates, start), candidates.sequence.id
-        if start is not None and number in self._held:
-            loaded = [start.length] if start.state_keys and self._can_keep(start.length) else []
-            for length in loaded if start.source is None else self.snapshots_of(start.source):
+        if start is not None and start.source is not None and number in self._held:
+            for length in self.snapshots_of(start.source):
                 if length <= min(start.length, self._held[number].length):
                     self.prefix_index.add_snapshot(self._place, number, length, self._page)
         return ops
+
+    def on_loaded(self, sequence: Sequence) -> tuple[SequenceOp, ...]:
+        """Count and index the snapshot that a sequence has loaded; after a failed load there is none."""
+        number, length = sequence.id, sequence.num_computed_tokens
+        self.states.on_loaded(number, length)
+        if number in self._held and self._can_keep(length) and length <= self._held[number].length:
+            self.prefix_index.add_snapshot(self._place, number, length, self._page)
+        return ()
 
     def on_scheduled(self, sequence: Sequence, length: int) -> None:
         """Record a snapshot if one is to be taken after ``length`` tokens, where the next step of a sequence ends."""

@@ -43,7 +43,7 @@ class House:
     def restart(self) -> None:
         """Let another server begin with what is stored."""
         tables = BlockTables([0], [self.blocks], BLOCK)
-        prefixes = HybridPrefixCache(StateLedger([KvShards()], self.slots, 3), tables, BLOCK)
+        self.prefixes = prefixes = HybridPrefixCache(StateLedger([KvShards()], self.slots, 3), tables, BLOCK)
         facts = OffloadFacts(
             secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[*self.pages]], states=[[*self.states]]
         )
@@ -186,6 +186,20 @@ def test_states_that_are_lost_are_computed_again() -> None:
     house.failures = 0.0
     house.forget_pool()
     assert house.serve([*prompt, 97]) == [0], "they are found no more"
+
+
+@pytest.mark.parametrize("failures", [1.0, 0.0])
+def test_after_a_failed_load_no_version_is_counted_and_no_snapshot_is_indexed(failures: float) -> None:
+    house, prompt = House(), [*range(20, 31)]
+    house.serve(prompt)
+    house.forget_pool()
+    house.failures = failures
+    sequence = house.ask([*prompt, 99, 98])
+    for step in house.scheduler.schedule():
+        house.run(step)
+    snapshots, has = house.prefixes.snapshots_of(sequence.id), house.prefixes.states.has(sequence.id, 11)
+    assert (snapshots, has) == (([], False) if failures else ([11], True))
+    assert house.num_failed == bool(failures)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -85,6 +85,13 @@ class PageLoad:
         """True if some page is known to be missing."""
         return any(self.errors)
 
+    @property
+    def is_in_vain(self) -> bool:
+        """True if a part is missing of a load with states: without these, pages are of no use, and without a page, so
+        are they.
+        """
+        return self.failed and any(op.is_of_states for op in self.ops)
+
     def pages(self) -> Iterator[tuple[int, int]]:
         """Yield op and page of all pages that may be useful, the last page first, so that it is evicted first."""
         last = next((n for n, error in enumerate(self.errors) if error), len(self.ops) - 1)
@@ -256,9 +263,10 @@ class KvLoader:
         while self._settling:
             load = self._settling.popleft()
             for op, pages in zip(load.ops, load.done, strict=True):
-                if pages:
-                    self._store.committed.commit([RowRange(op.sequence, op.first, min(pages * PAGE, op.count))])
-                if pages and op.is_of_states and self._store.states:
+                if not pages or load.is_in_vain:
+                    continue
+                self._store.committed.commit([RowRange(op.sequence, op.first, min(pages * PAGE, op.count))])
+                if op.is_of_states and self._store.states:
                     self._store.states.versions.commit([op.rows])
             del self._under_way[load.sequence]
 
@@ -297,7 +305,7 @@ class KvLoader:
             start, before = self._trace.now(), loaded
             for number, page in list(load.pages()):
                 loaded += self._bring(load, number, page, run, staging)
-                if self._cancelled or load.is_over:
+                if self._cancelled or load.is_over or load.is_in_vain:
                     return
                 load.on_page_read(number, page, run.stop)
             staging.record_event()()  # rows use another queue of the device

@@ -172,3 +172,30 @@ def test_a_version_that_is_not_there_is_not_saved() -> None:
     said = bench.report()
     assert (said.num_pages, bool(said.error)) == (0, True)
     bench.transfers.end()
+
+
+@pytest.mark.parametrize("lost", [KEY, b"q" * 32])
+def test_once_a_part_is_lost_nothing_more_of_it_is_read(lost: bytes) -> None:
+    """Of states and the two pages before them, read from the last one on, one is lost."""
+    inner, asked = host(), list[bytes]()
+
+    class Listening:
+        def read(self, key: bytes, into: Mapping[Any, memoryview]) -> None:
+            asked.append(key)
+            inner.read(key, into)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    bench, pages = Bench(SPECS["bamba"], Listening()), [b"p" * 32, b"q" * 32]
+    bench.fill(1, KvLocation())
+    bench.do(SaveKv(1, 0, 0, LENGTH, pages, TENANT), save(1))
+    assert [bench.report().num_pages for _ in range(2)] == [2, 1]
+    inner.delete([lost])
+    bench.do(New(2), LoadKv(2, 2, 0, LENGTH, pages), *load(2, 3, KvLocation()))
+    said = {one.transfer_id: (one.num_pages, bool(one.error)) for one in (bench.report(), bench.report())}
+    assert said == ({2: (2, False), 3: (0, True)} if lost == KEY else {2: (1, True), 3: (1, False)})
+    assert asked == ([KEY] if lost == KEY else [KEY, lost])
+    bench.do()
+    assert (bench.states(2), bench.store.committed.report().get(2, 0)) == ([], 0), "no part of it counts"
+    bench.transfers.end()
