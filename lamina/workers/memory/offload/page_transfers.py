@@ -5,8 +5,8 @@ never waits for a save. A third thread fetches pages that will be loaded into fa
 
 A load fills blocks that no row reads before; its sequence keeps them until its end is reported. A save reads blocks
 that may be freed at any time. The plan that frees them first copies their pages that are still to be saved, so no step
-waits for storage. A lock is held for each copy from or to blocks. States are saved and loaded like one page more: a
-plan that gives up their slot copies them before a row or a load can overwrite it.
+waits for storage. A lock is held for each copy from or to blocks. States are saved and loaded like one page more, but
+their slot is read without the lock. A plan that gives it up copies the rest before a row or a load can overwrite it.
 
 At the end of an epoch, transfers that have not begun are cancelled. A storage call that does not return is abandoned;
 nothing of it reaches the pool or storage any more.
@@ -61,7 +61,7 @@ from .page_fragments import PageBlocks, StoreFragments
 from .parity_pages import ParityPages, ParityReplies
 from .prefetch import Prefetcher
 from .rate_limit import SaveRateLimiter
-from .state_fragments import StateSlot
+from .state_fragments import StateCopy, StateSlot
 
 log = logging.getLogger(__name__)
 LAST_S = 1.0  # seconds for saves that are due after the driver's end
@@ -81,6 +81,7 @@ class _PageTask:
     ready: Callable[[], None] = lambda: None  # waits until the device has written them
     left: set[int] = field(default_factory=set)  # pages that are still to be read from the pool
     copies: dict[int, dict[PageFragment, memoryview]] = field(default_factory=dict)  # pages whose blocks are freed
+    state_copy: StateCopy | None = None  # of states that are being read
 
 
 class PageTransfers:
@@ -260,16 +261,14 @@ class PageTransfers:
     def _copy_states(self) -> None:
         """Copy states that are still to be saved, and whose sequence has just given up their slot."""
         for task in self.saves:
-            if not task.op.is_of_states:
+            at = task.at[0]
+            if not isinstance(at, StateSlot) or self._atoms.states.is_still_at(task.op.sequence, at):
                 continue
             with self._lock:
-                there = {n: task.at[n] for n in task.left}
-                gone = {
-                    number
-                    for number, at in there.items()
-                    if isinstance(at, StateSlot) and not self._atoms.states.is_still_at(task.op.sequence, at)
-                }
-                self._copy_pages(task, gone)
+                if task.state_copy is not None:
+                    task.state_copy.take_over()
+                else:
+                    self._copy_pages(task, {*task.left})
 
     def _copy_pages(self, task: _PageTask, gone: set[int]) -> None:
         for number in sorted(gone):
@@ -297,6 +296,9 @@ class PageTransfers:
             self.thread.join(LAST_S)
         with self._lock:
             self._cancelled = True
+            for task in self.saves:
+                if task.state_copy is not None:
+                    task.state_copy.stop()
         limit = time.monotonic() + END_S
         for thread in (self.loader.thread, self.thread):
             thread.join(max(0.0, limit - time.monotonic()))
@@ -405,12 +407,18 @@ class PageTransfers:
         with self._lock:
             if self._cancelled:
                 return None
-            if number in task.left:
-                task.left.discard(number)
+            if number not in task.left:
+                if number in task.copies:
+                    self.copied -= self._atoms.nbytes(page_blocks)
+                return task.copies.pop(number, None)
+            task.left.discard(number)
+            if not isinstance(page_blocks, StateSlot):
                 return self._atoms.read(page_blocks, staging)
-            if number in task.copies:
-                self.copied -= self._atoms.nbytes(page_blocks)
-            return task.copies.pop(number, None)
+            task.state_copy = copy = StateCopy(self._atoms.states, page_blocks)
+        copy.run()
+        with self._lock:  # held by a thread that copies the rest
+            task.state_copy = None
+            return None if self._cancelled else copy.fragments
 
 
 def _check(op: SaveKv | LoadKv | StorageOp) -> None:

@@ -6,6 +6,8 @@ is a convolution alone. It does not depend on slots, nor on the number of memory
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -83,17 +85,24 @@ class StateFragments:
 
     def read(self, at: StateSlot) -> dict[PageFragment, memoryview]:
         """Return a copy of the fragments that are here."""
-        copies = self.buffers(at)
-        for fragment, data in copies.items():
-            part, state, message = self._views(fragment, at, data)
-            message.copy_(part.take_state(state))
-        return copies
+        copy = StateCopy(self, at)
+        copy.run()
+        return copy.fragments
+
+    def read_fragment(self, fragment: PageFragment, at: StateSlot) -> memoryview:
+        """Return a copy of one fragment."""
+        data = memoryview(bytearray(self._parts[fragment][1].spec.state_bytes))
+        part, state, message = self._views(fragment, at, data)
+        message.copy_(part.take_state(state))
+        return data
+
+    def names(self, at: StateSlot) -> list[PageFragment]:
+        """Return the names of the fragments that are here."""
+        return [*self._parts] if at.slot is not None else []
 
     def buffers(self, at: StateSlot) -> dict[PageFragment, memoryview]:
         """Return buffers for the fragments that are here."""
-        if at.slot is None:
-            return {}
-        return {name: memoryview(bytearray(part.spec.state_bytes)) for name, (_, part) in self._parts.items()}
+        return {name: memoryview(bytearray(self._parts[name][1].spec.state_bytes)) for name in self.names(at)}
 
     def write(self, at: StateSlot, fragments: Mapping[PageFragment, memoryview]) -> None:
         """Write ``fragments``, filled buffers of ``buffers``, to the slot."""
@@ -106,6 +115,46 @@ class StateFragments:
         assert self._store is not None
         _, _, states = self._store.states_of(number)
         return part, states[at.slot], tensor_over(data, torch.float32)
+
+
+class StateCopy:
+    """A copy of a version, which the thread of saves makes fragment by fragment. If its slot is given up meanwhile, the
+    thread that serves rounds copies the rest.
+    """
+
+    def __init__(self, states: StateFragments, at: StateSlot) -> None:
+        self._states, self._at, self._names = states, at, states.names(at)
+        self._left, self._copied = deque(self._names), dict[PageFragment, memoryview]()
+        self._is_copying = threading.Lock()
+
+    @property
+    def fragments(self) -> dict[PageFragment, memoryview]:
+        """The fragments, once all are copied."""
+        return {name: self._copied[name] for name in self._names}
+
+    def run(self) -> None:
+        """Copy fragments until none is left for this thread. Another thread may still copy what it has taken over."""
+        while self._left:
+            with self._is_copying:
+                self._copy_next()
+
+    def take_over(self) -> None:
+        """Copy all fragments that are left, and wait for the one that ``run`` copies in another thread."""
+        while self._left:
+            self._copy_next()
+        with self._is_copying:
+            pass
+
+    def _copy_next(self) -> None:
+        try:
+            fragment = self._left.popleft()
+        except IndexError:  # the other thread was faster
+            return
+        self._copied[fragment] = self._states.read_fragment(fragment, self._at)
+
+    def stop(self) -> None:
+        """Let ``run`` copy no more fragments."""
+        self._left.clear()
 
 
 def _runs(whole: RecurrenceSpec, first: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from lamina.config.partition import PARTITIONS, state_shares
 from lamina.kv.pages import PAGE
 from lamina.kv.storage import StorageBackend, StorageConfig, open_storage
+from lamina.ops.recurrence.parts import Part
 from lamina.ops.recurrence.spec import RecurrenceSpec
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.mixers import MixerShape
@@ -25,7 +26,7 @@ from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.offload.page_transfers import PageTransfers
 from lamina.workers.memory.worker_counters import Counters
 
-WAIT_S, LENGTH, KEY, TENANT = 30.0, PAGE + 64, b"k" * 32, b"t" * 16
+WAIT_S, FEW_S, LENGTH, KEY, TENANT = 30.0, 5.0, PAGE + 64, b"k" * 32, b"t" * 16
 
 
 class Bench:
@@ -162,6 +163,47 @@ def test_states_whose_slot_is_given_up_are_copied_before_they_are_saved() -> Non
     assert set(numbers.tolist()) <= {3.0, 0.0}
     assert 3.0 in numbers
     assert bench.counters.snapshot()["state_saved_bytes"] == 4 * len(numbers)
+    bench.transfers.end()
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_no_plan_waits_while_states_are_copied(is_given_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of saves stops in the middle. A plan that gives the slot up copies the rest, and lets it go on."""
+    medium = host()
+    bench = Bench(SPECS["bamba"], medium)
+    bench.fill(1, KvLocation())
+    for state in bench.states(1):
+        state.fill_(3.0)
+    take, is_begun, may_go, calls = Part.take_state, threading.Event(), threading.Event(), list[int]()
+    waited = list[bool]()
+
+    def stopping(self: Part, whole: Tensor) -> Tensor:
+        if threading.get_ident() != bench.transfers.thread.ident:
+            may_go.set()
+        elif not is_begun.is_set():
+            is_begun.set()
+            waited.append(may_go.wait(FEW_S))
+        calls.append(threading.get_ident())
+        return take(self, whole)
+
+    monkeypatch.setattr(Part, "take_state", stopping)
+    bench.do(save())
+    assert is_begun.wait(WAIT_S)
+    if is_given_up:
+        bench.do(Free(1))
+        bench.fill(2, KvLocation())
+        assert bench.store.states is not None
+        for number in range(2):
+            bench.store.states.states_of(number)[2].fill_(7.0)
+    else:
+        bench.do(StateRows(1, LENGTH), RowRange(1, LENGTH, 1, KvLocation()))
+        may_go.set()
+    assert bench.report() == TransferDone(epoch=0, transfer_id=0, num_pages=1)
+    assert waited == [True]
+    _, fragments = medium.read_page(KEY)
+    assert len(fragments) == len(calls) == 2 * SPECS["bamba"].heads, "each fragment is copied once"
+    numbers = torch.cat([torch.frombuffer(bytearray(data), dtype=torch.float32) for data in fragments.values()])
+    assert set(numbers.tolist()) <= {3.0, 0.0}
     bench.transfers.end()
 
 
