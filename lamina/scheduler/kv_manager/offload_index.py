@@ -115,8 +115,9 @@ class OffloadIndex(Feature):
         self._saving: dict[int, _SequenceSave] = {}  # by retained sequence
         self._loading: dict[int, _SequenceLoad] = {}  # by sequence
         self._drops = PendingDeletes()
-        # The arguments of the last query, and its result.
+        # The arguments of the last query, and its result; and those of the last prompt that may take a snapshot.
         self._found: tuple[Sequence, int, int, KvStart | None] | None = None
+        self._parted: tuple[Sequence, int, int] | None = None
         self.num_queried_tokens = 0  # tokens of admitted sequences that the pool lacked
         self.num_hit_tokens = 0  # how many of them were loaded
         self.sync(facts, holders)
@@ -145,7 +146,8 @@ class OffloadIndex(Feature):
         listed = [self._drops.exclude_deleted(keys) for keys in facts.states] if self.states.are_needed else []
         for kv_shard, place in enumerate(self._places):
             self._index.add(place, self.states.add_common(kv_shard, listed))
-        self._index.root.era, self._found = facts.era, None
+        self._index.root.era = facts.era
+        self._forget_queries()
 
     def _room(self, rooms: Several[int]) -> int:
         """The capacity in pages over all KV shards. ``rooms``: the pages of which each worker can store its part."""
@@ -417,7 +419,10 @@ class OffloadIndex(Feature):
         gone = list(keys)
         self._index.drop(sum(self._places), gone)
         self.states.discard(gone)
-        self._found = None
+        self._forget_queries()
+
+    def _forget_queries(self) -> None:
+        self._found = self._parted = None
 
     def delete_ops(self, sequence: int, keys: Several[bytes]) -> list[DeletePages]:
         """Delete pages of ``sequence`` from storage, also those that are being saved."""
@@ -442,6 +447,7 @@ class OffloadIndex(Feature):
         self._saving.clear()
         self._loading.clear()
         self._index.clear(sum(self._places), ready=False)
+        self._forget_queries()
 
     def reset(self, era: bytes, sequences: Several[Sequence]) -> tuple[SequenceOp, ...]:
         """Make all pages unfindable, also those in flight. Later pages, also of ``sequences``, belong to ``era``.
@@ -455,7 +461,8 @@ class OffloadIndex(Feature):
         self._drops.pending += sorted((self.stored_keys | saving) - loading)
         self._index.clear(sum(self._places))
         self.states.clear()
-        self._found, self._index.root.era = None, era
+        self._index.root.era = era
+        self._forget_queries()
         return ()
 
     def resume(self, ready: ComputeReady) -> None:
@@ -507,7 +514,7 @@ class OffloadIndex(Feature):
         self._index.confirm(sum(self._places), op.keys[: moving.pages])  # those that were not given up since then
         self._index.drop(sum(self._places), op.keys[moving.pages :], ready=False)
         self.states.discard(key for key in op.keys[moving.pages :] if not self._index.has(sum(self._places), key))
-        self._found = None
+        self._forget_queries()
         saving.error = saving.error or moving.error
         saving.num_waiting -= 1
         if saving.num_waiting:
@@ -530,8 +537,12 @@ class OffloadIndex(Feature):
                 self._take_snapshot(candidates, load)
 
     def _take_snapshot(self, candidates: Candidates, load: KvStart | None) -> None:
-        """Let a prompt take a snapshot where it leaves stored pages."""
+        """Let a prompt take a snapshot where it leaves stored pages, unless it was asked in an earlier round."""
         sequence = candidates.sequence
+        query = sequence, candidates.num_stored_tokens, sequence.num_preemptions
+        if query == self._parted:
+            return
+        self._parted = query
         if self._most or sequence.params.prompt_logprobs is not None or not self.has_pages:
             return
         keys = self.keys_of(sequence, min(len(sequence.tokens) - 1, len(sequence.prompt)))

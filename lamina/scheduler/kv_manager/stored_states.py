@@ -22,7 +22,8 @@ class StoredStates:
         sequence's snapshots.
         """
         self._snapshots_of, self.shards = snapshots_of, shards
-        self._after: dict[bytes, set[bytes]] = {}  # first bytes of a page's key -> keys of states
+        # First bytes of a page's key -> tokens -> keys of states.
+        self._after: dict[bytes, dict[int, set[bytes]]] = {}
         self._keys, self._unit = PageKeys(1), 1
 
     @property
@@ -44,14 +45,18 @@ class StoredStates:
     def add(self, keys: Iterable[bytes]) -> None:
         """Add states that storage has, or is about to have."""
         for key in keys:
-            self._after.setdefault(key[:STATE_PREFIX_BYTES], set()).add(key)
+            lengths = self._after.setdefault(key[:STATE_PREFIX_BYTES], {})
+            lengths.setdefault(tokens_of_state(key), set()).add(key)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove states. Keys of pages are ignored."""
         for key in keys:
-            if (known := self._after.get(key[:STATE_PREFIX_BYTES])) is not None:
-                known.discard(key)
-                if not known:
+            lengths, tokens = self._after.get(key[:STATE_PREFIX_BYTES], {}), tokens_of_state(key)
+            if key in lengths.get(tokens, ()):
+                lengths[tokens].discard(key)
+                if not lengths[tokens]:
+                    del lengths[tokens]
+                if not lengths:
                     del self._after[key[:STATE_PREFIX_BYTES]]
 
     def clear(self) -> None:
@@ -78,8 +83,7 @@ class StoredStates:
         tokens are in stored pages.
         """
         for number, key in reversed([*enumerate(self._keys.whole(sequence, whole), 1)]):
-            known = {tokens_of_state(state) for state in self._after.get(key[:STATE_PREFIX_BYTES], ())}
-            for length in sorted(known, reverse=True):
+            for length in sorted(self._after.get(key[:STATE_PREFIX_BYTES], ()), reverse=True):
                 is_after = length // self._keys.page_size == number
                 if is_after and length <= stop and self._can_be_stored(length):
                     yield length

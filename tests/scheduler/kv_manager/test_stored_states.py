@@ -6,6 +6,9 @@ Covers: lamina/scheduler/kv_manager/stored_states.py.
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 
 import pytest
 
@@ -13,6 +16,7 @@ from lamina.config.partition import KvShards
 from lamina.kv.page_keys import page_key, state_key, tokens_of_state
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.blocks.state_versions import ZEROS, StateVersions, loads_of_states
+from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.offload_messages import OffloadFacts, TransferDone
 from lamina.protocol.step_plan import LoadKv, SaveKv, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
@@ -186,6 +190,52 @@ def test_states_that_are_lost_are_computed_again() -> None:
     house.failures = 0.0
     house.forget_pool()
     assert house.serve([*prompt, 97]) == [0], "they are found no more"
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """Return how many Python functions are called."""
+    calls = list[str]()
+    sys.setprofile(lambda frame, event, arg: calls.append(event) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+def test_a_lookup_costs_no_more_with_many_states_of_other_prompts_after_the_same_page() -> None:
+    house, page = House(), [*range(20, 24)]
+    house.serve([*page, 50, 51])
+    sequence, states = house.ask([*page, 50, 51, 52]), house.index.states
+    key = house.index.keys_of(sequence, PAGE)[0]
+
+    def found() -> list[int]:
+        return [*states.lengths_up_to(sequence, PAGE, PAGE + 2)]
+
+    assert found() == [PAGE + 2]
+    before = num_calls(found)
+    states.add(state_key(key, page_key(key, 1, [number, 60]), PAGE + 2) for number in range(1000))
+    assert found() == [PAGE + 2]
+    assert num_calls(found) == before
+
+
+def test_a_waiting_prompt_is_not_looked_up_anew_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    house, known, calls = House(blocks=34), [*range(20, 51)], list[int]()
+    house.serve(known)
+    house.ask([*range(60, 100)], 20)
+    last, count = house.ask([*known, 97, 98], 1), OffloadIndex.num_loadable_pages
+
+    def counting(self: OffloadIndex, keys: Several[bytes], location: KvLocation) -> int:
+        calls[-1] += 1
+        return count(self, keys, location)
+
+    monkeypatch.setattr(OffloadIndex, "num_loadable_pages", counting)
+    while last in house.scheduler.waiting:
+        calls.append(0)
+        for step in house.scheduler.schedule():
+            house.run(step)
+    assert len(calls) > 10
+    assert 0 < len([each for each in calls if each]) < len(calls) / 2, "only after storage has changed"
 
 
 @pytest.mark.parametrize("failures", [1.0, 0.0])
