@@ -430,11 +430,12 @@ class OffloadIndex(Feature):
         return self._drops.delete_ops(sequence, keys)
 
     def retention_ops(self, sequence: Sequence, length: int) -> list[SetRetention]:
-        """Set the retention of the pages of a sequence's first ``length`` tokens."""
+        """Set the retention of the pages of a sequence's first ``length`` tokens, and of the states after these."""
         if not (seconds := min(sequence.retention_s, MAX_RETENTION_S)):
             return []
-        keys = self.keys_of(sequence, min(length, len(sequence.prompt)) if self._prompts_only else length, parts=True)
-        keys += self.states.keys_of(sequence)
+        length = min(length, len(sequence.prompt)) if self._prompts_only else length
+        states = [key for _, own in self.states.along(sequence, length) for key in own]
+        keys = [*dict.fromkeys([*self.keys_of(sequence, length, parts=True), *states])]
         return [
             SetRetention(sequence.id, seconds, keys[low : low + MAX_PAGES_PER_TRANSFER])
             for low in range(0, len(keys), MAX_PAGES_PER_TRANSFER)

@@ -307,8 +307,12 @@ class PrefixCache(Feature):
 
     def has_page(self, key: bytes) -> bool:
         """Return True if a page is one of a sequence that is retained or will be."""
-        held = self.prefix_index.sequences(self._place, key)
-        return any(not self._held[number].sequence.do_not_cache for number in held)
+        return next(self.sequences_with(key), None) is not None
+
+    def sequences_with(self, key: bytes) -> Iterator[Sequence]:
+        """Yield the sequences with a page that are retained or will be."""
+        held = (self._held[number].sequence for number in self.prefix_index.sequences(self._place, key))
+        return (sequence for sequence in held if not sequence.do_not_cache)
 
     def roll_back(self, loss: Loss) -> None:
         """Keep retained sequences without a lost token, except shifted ones, whose shift may not have been applied."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Several
 
 from lamina.config.conflicts import SESSION_FILE, need_text
 from lamina.kv.page_keys import tenant_of
@@ -13,7 +14,7 @@ from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.blocks.extents import sequences_of_op
 from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
 from lamina.scheduler.feature import Feature, Leaving, Scheduling
-from lamina.scheduler.prefix_index import KeyedTokens
+from lamina.scheduler.prefix_index import Keyed, KeyedTokens
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import (
     NOWHERE,
@@ -138,11 +139,12 @@ class SessionCache(Feature):
             keys = index.keys_of(sequence, op.length, parts=True)
             still = set(keys)
             session.stale_page_keys |= {key: None for key in session.keys if key not in still}
-            session.stale_page_keys |= dict.fromkeys(index.states.keys_of(sequence))
             self._sessions.set_pages(session, keys)
             session.salt = sequence.salt
             session.tokens = array("I", sequence.tokens[: len(keys) * index.page_size])
         saves = [*index.save_ops(sequence, op.length), *index.save_states_ops(sequence)]
+        if session is not None:
+            session.stale_page_keys |= dict.fromkeys(index.states.keys_along(sequence))
         return [*saves, *index.retention_ops(sequence, op.length)]
 
     def export_session(self, name: SessionName) -> SessionCopy | None:
@@ -173,6 +175,7 @@ class SessionCache(Feature):
         session.length = len(session.tokens)
         self._sessions.set_pages(session, tier.keys.whole(KeyedTokens(copy.salt, session.tokens), session.length))
         _, (session.location, *_) = tier.most_loadable(session.keys)
+        session.stale_page_keys |= dict.fromkeys(tier.states.keys_along(_keyed(session)))
 
     def _with_tier(self) -> OffloadIndex:
         if self._offload_index is None or self._offload_index.backend == "host":
@@ -194,14 +197,13 @@ class SessionCache(Feature):
         if leaf is not None:
             ops.append(self._prefix_cache.evict(leaf))  # which takes it from the session
         if self._offload_index:
-            filled = [
-                key
-                for sequence in turns
-                for key in self._offload_index.keys_of(sequence, sequence.num_tokens_offloaded)
-            ]
+            index = self._offload_index
+            filled = [key for s in turns for key in index.keys_of(s, s.num_tokens_offloaded)]
+            states = [key for of in (_keyed(session), *turns) for key in index.states.keys_along(of)]
             count = max((n for n, key in enumerate(session.keys, 1) if self._is_shared(key)), default=0)
-            shared, keys = {*session.keys[:count]}, dict.fromkeys([*session.keys, *session.stale_page_keys, *filled])
-            ops += self._offload_index.delete_ops(
+            shared = {*session.keys[:count], *self._shared_states(index, session, turns)}
+            keys = dict.fromkeys([*session.keys, *session.stale_page_keys, *filled, *states])
+            ops += index.delete_ops(
                 -1 if leaf is None else leaf, [key for key in keys if key not in shared and not self._is_shared(key)]
             )
         return ops
@@ -209,11 +211,37 @@ class SessionCache(Feature):
     def _is_shared(self, key: bytes) -> bool:
         return self._sessions.has_page(key) or self._prefix_cache.has_page(key)
 
+    def _sharing(self, page: bytes) -> Iterator[Keyed]:
+        """Yield the tokens of other sessions with a page, and of sequences that are retained or will be."""
+        yield from map(_keyed, self._sessions.with_page(page))
+        yield from self._prefix_cache.sequences_with(page)
+
+    def _shared_states(self, index: OffloadIndex, session: SessionState, turns: Several[Sequence]) -> set[bytes]:
+        """Return the keys of a session's states that others share, and of the partial pages that end with these."""
+        shared, seen = set[bytes](), set[bytes]()
+        for of in (_keyed(session), *turns):
+            for length, keys in index.states.along(of, len(of.tokens)):
+                seen.update(keys)
+                first = length // index.page_size * index.page_size
+                part = [*of.tokens[first:length]]
+                if any([*x.tokens[first:length]] == part for x in self._sharing(index.keys.partial(of, first))):
+                    shared.update(keys)
+        pages = index.states.pages_before([*session.keys, *session.stale_page_keys])
+        for key in pages.keys() - seen:  # of turns that were replaced, whose tokens are forgotten
+            for other in self._sharing(pages[key]):
+                shared.update(index.states.keys_of(key, other))
+        return shared
+
     def _tier_of(self, session: SessionState) -> str:
         if session.retained_sequence is not None:
             return POOL
         tier = self._offload_index
         return tier.backend if tier and tier.num_loadable_pages(session.keys[:1], session.location) else NOWHERE
+
+
+def _keyed(session: SessionState) -> KeyedTokens:
+    """Return the tokens of a session's last turn."""
+    return KeyedTokens(session.salt, session.tokens)
 
 
 def _little(tokens: array[int]) -> array[int]:

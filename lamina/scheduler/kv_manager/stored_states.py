@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 
 from lamina.config.partition import KvShards
 from lamina.kv.page_keys import STATE_PREFIX_BYTES, state_key, tokens_of_state
-from lamina.scheduler.prefix_index import PageKeys
+from lamina.scheduler.prefix_index import Keyed, PageKeys
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.starts import Candidates, KvStart
 
@@ -51,8 +51,8 @@ class StoredStates:
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove states. Keys of pages are ignored."""
         for key in keys:
-            lengths, tokens = self._after.get(key[:STATE_PREFIX_BYTES], {}), tokens_of_state(key)
-            if key in lengths.get(tokens, ()):
+            if self.has(key):
+                lengths, tokens = self._after[key[:STATE_PREFIX_BYTES]], tokens_of_state(key)
                 lengths[tokens].discard(key)
                 if not lengths[tokens]:
                     del lengths[tokens]
@@ -63,20 +63,47 @@ class StoredStates:
         """Remove all states."""
         self._after.clear()
 
-    def key_of(self, sequence: Sequence, length: int) -> bytes:
+    def key_of(self, of: Keyed, length: int) -> bytes:
         """Return the key of the states after its first ``length`` tokens, a page at least."""
-        whole, is_begun = self._keys.whole(sequence, length)[-1], length % self._keys.page_size
-        return state_key(whole, self._keys.partial(sequence, length) if is_begun else whole, length)
+        whole, is_begun = self._keys.whole(of, length)[-1], length % self._keys.page_size
+        return state_key(whole, self._keys.partial(of, length) if is_begun else whole, length)
 
     def lengths_of(self, sequence: Sequence) -> list[int]:
         """Return the lengths of a retained sequence's snapshots that storage can have."""
         return [length for length in self._snapshots_of(sequence.id) if self._can_be_stored(length)]
 
-    def keys_of(self, sequence: Sequence) -> list[bytes]:
-        """Return the keys of a retained sequence's snapshots, and of the partial pages that end with them."""
-        lengths = self.lengths_of(sequence)
-        parts = [self._keys.partial(sequence, length) for length in lengths if length % self._keys.page_size]
-        return [*parts, *(self.key_of(sequence, length) for length in lengths)]
+    def along(self, of: Keyed, stop: int) -> Iterator[tuple[int, list[bytes]]]:
+        """Yield lengths, up to ``stop``, after which storage has states of these tokens, each with the keys of the
+        states and of the partial page that ends there.
+        """
+        for key in self._keys.whole(of, stop) if self._after else ():
+            for length in self._after.get(key[:STATE_PREFIX_BYTES], ()):
+                if self._keys.page_size <= length <= stop and self.has(self.key_of(of, length)):
+                    yield length, self._keys_at(of, length)
+
+    def keys_along(self, of: Keyed) -> list[bytes]:
+        """Return the keys of states that storage has of some tokens, and of the partial pages that end with them."""
+        return [key for _, keys in self.along(of, len(of.tokens)) for key in keys]
+
+    def keys_of(self, state: bytes, of: Keyed) -> list[bytes]:
+        """Return the keys of states and of the partial page that ends with them, if they are of these tokens."""
+        length = tokens_of_state(state)
+        keys = self._keys_at(of, length) if self._keys.page_size <= length <= len(of.tokens) else []
+        return keys if state in keys else []
+
+    def _keys_at(self, of: Keyed, length: int) -> list[bytes]:
+        state = self.key_of(of, length)
+        return [self._keys.partial(of, length), state] if length % self._keys.page_size else [state]
+
+    def pages_before(self, keys: Several[bytes]) -> dict[bytes, bytes]:
+        """Return by key of states the key of the whole page before them, both out of ``keys``."""
+        pages = {key[:STATE_PREFIX_BYTES]: key for key in keys if not self.has(key)}
+        states = {key: pages.get(key[:STATE_PREFIX_BYTES]) for key in keys if self.has(key)}
+        return {key: page for key, page in states.items() if page is not None}
+
+    def has(self, state: bytes) -> bool:
+        """Return whether storage has states, or is about to have them."""
+        return state in self._after.get(state[:STATE_PREFIX_BYTES], {}).get(tokens_of_state(state), ())
 
     def lengths_up_to(self, sequence: Sequence, whole: int, stop: int) -> Iterator[int]:
         """Yield the lengths after which storage may have states of a sequence, the most first. Its first ``whole``

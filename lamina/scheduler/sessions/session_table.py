@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -97,6 +97,7 @@ class Sessions:
     def __init__(self, prefix_index: PrefixIndex) -> None:
         self._index, self._place, self._numbers = prefix_index, prefix_index.place(SESSIONS), count()
         self._by_name: OrderedDict[SessionName, SessionState] = OrderedDict()
+        self._by_number: dict[int, SessionState] = {}
         self.hits = Counter[str]()  # turns after the first one of a session, by the tier that had its KV
         self.waits = dict[str, float]()  # seconds for which these waited for their first row
 
@@ -104,6 +105,7 @@ class Sessions:
         """Return the session of a name for a new turn, or create it."""
         if (session := self._by_name.get(name)) is None:
             session = self._by_name[name] = SessionState(name, self.waits, number=next(self._numbers))
+            self._by_number[session.number] = session
         self._by_name.move_to_end(name)
         if len(self._by_name) > MAX_SESSIONS and (oldest := self.drop(next(iter(self._by_name)))) is not None:
             oldest.forget_leaf()
@@ -145,8 +147,13 @@ class Sessions:
         """Return True if a page is one of a session's last turn."""
         return bool(self._index.sequences(self._place, key))
 
+    def with_page(self, key: bytes) -> Iterator[SessionState]:
+        """Yield the sessions whose last turns have a page."""
+        return (self._by_number[number] for number in self._index.sequences(self._place, key))
+
     def drop(self, name: SessionName) -> SessionState | None:
         """Remove a session, whose KV the caller must drop. Returns None for an unknown one."""
         if (session := self._by_name.pop(name, None)) is not None:
+            del self._by_number[session.number]
             self._index.end_lease(self._place, session.number, session.keys)
         return session

@@ -18,7 +18,7 @@ from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.blocks.state_versions import ZEROS, StateVersions, loads_of_states
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.offload_messages import OffloadFacts, TransferDone
-from lamina.protocol.step_plan import LoadKv, SaveKv, StepPlan
+from lamina.protocol.step_plan import DeletePages, LoadKv, SaveKv, SetRetention, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
 from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
@@ -28,9 +28,11 @@ from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.state_ledger import StateLedger
 
 BLOCK, PAGE, DRAWN, SEQUENCES = 2, 4, 7, 3
+ONE, OTHER = SessionName(b"", "one"), SessionName(b"", "other")
 ROOT = page_key(b"r" * 32, 0, [1])
 
 
@@ -41,6 +43,7 @@ class House:
         self.rng, self.failures = random.Random(seed), failures
         self.pages, self.states = dict[bytes, None](), dict[bytes, list[int]]()
         self.num_failed = self.num_loaded = 0
+        self.renewed = set[bytes]()  # pages and states
         self.blocks, self.slots, self.requests = blocks, slots, 0
         self.restart()
 
@@ -49,7 +52,12 @@ class House:
         tables = BlockTables([0], [self.blocks], BLOCK)
         self.prefixes = prefixes = HybridPrefixCache(StateLedger([KvShards()], self.slots, 3), tables, BLOCK)
         facts = OffloadFacts(
-            secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[*self.pages]], states=[[*self.states]]
+            secret=b"s" * 32,
+            identity=b"i",
+            page_size=PAGE,
+            pages=[[*self.pages]],
+            backend="file",
+            states=[[*self.states]],
         )
         self.index = OffloadIndex(
             facts,
@@ -60,14 +68,17 @@ class House:
             cached_tokens_of=prefixes.num_cached_tokens,
             states=StoredStates([KvShards()], prefixes.snapshots_of),
         )
-        features = [prefixes, SessionCache(prefixes, tables, self.index), self.index, RecurrentStates(prefixes)]
+        self.sessions = SessionCache(prefixes, tables, self.index)
+        features = [prefixes, self.sessions, self.index, RecurrentStates(prefixes)]
         self.scheduler = Scheduler(tables, max_num_seqs=SEQUENCES, prefill_chunk=8, features=features)
         self.versions, self.contents = StateVersions(self.slots, lambda row: True), dict[int, list[int]]()
         self.running = dict[int, Sequence]()
 
-    def ask(self, prompt: list[int], outputs: int = 3) -> Sequence:
+    def ask(self, prompt: list[int], outputs: int = 3, session: SessionName | None = None) -> Sequence:
         params, limit = SamplingParams(max_tokens=outputs), len(prompt) + outputs
         sequence = Sequence(self.requests, params, 0, prompt, CompletionOutput(0), limit, frozenset())
+        if session is not None:
+            sequence.session = self.prefixes.sessions.get_or_create(session)
         self.requests += 1
         self.scheduler.add(sequence)
         return sequence
@@ -75,11 +86,14 @@ class House:
     def serve(self, *prompts: list[int]) -> list[int]:
         """Run prompts to their end. Returns the cached tokens of each."""
         sequences = [self.ask(prompt) for prompt in prompts]
+        self.finish()
+        assert all(s.finished for s in sequences)
+        return [s.num_cached_tokens for s in sequences]
+
+    def finish(self) -> None:
         while self.scheduler.running or self.scheduler.waiting or self.scheduler.has_pending_ops:
             for step in self.scheduler.schedule():
                 self.run(step)
-        assert all(s.finished for s in sequences)
-        return [s.num_cached_tokens for s in sequences]
 
     def run(self, step: ScheduledStep) -> None:
         """Run a step on the memory worker, and all of its transfers."""
@@ -101,6 +115,12 @@ class House:
 
     def save(self, plan: StepPlan) -> None:
         for op in plan.ops:
+            if isinstance(op, DeletePages):
+                for key in op.keys:
+                    self.pages.pop(key, None)
+                    self.states.pop(key, None)
+            if isinstance(op, SetRetention):
+                self.renewed |= set(op.keys)
             if not isinstance(op, SaveKv):
                 continue
             fails = self.rng.random() < self.failures
@@ -138,6 +158,12 @@ class House:
         error = "" if pages == len(op.keys) else "it is damaged"
         report = TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=pages, error=error)
         self.scheduler.on_report(report)
+
+    def drop(self, session: SessionName) -> None:
+        ops = self.sessions.drop_session(session, self.scheduler.running)
+        assert ops is not None
+        self.scheduler.add_pending_ops(ops)
+        self.finish()
 
     def forget_pool(self) -> None:
         self.scheduler.evict_retained()
@@ -190,6 +216,73 @@ def test_states_that_are_lost_are_computed_again() -> None:
     house.failures = 0.0
     house.forget_pool()
     assert house.serve([*prompt, 97]) == [0], "they are found no more"
+
+
+@pytest.mark.parametrize("other", [OTHER, None])
+def test_a_dropped_session_leaves_the_states_that_another_session_or_a_prompt_in_the_pool_shares(
+    other: SessionName | None,
+) -> None:
+    house, prompt = House(), [*range(20, 31)]
+    house.ask(prompt, session=ONE)
+    house.finish()
+    house.ask([*prompt, 60, 61, 62, 63], session=other)
+    house.finish()
+    if other is not None:
+        house.forget_pool()
+    house.drop(ONE)
+    house.forget_pool()
+    assert house.serve([*prompt, 99, 98]) == [11]
+    assert house.serve([*prompt, DRAWN, DRAWN, DRAWN, 50]) == [11], "its answer is gone"
+
+
+def test_a_dropped_session_leaves_what_another_one_shares_with_a_turn_that_was_replaced() -> None:
+    house, prompt = House(), [*range(20, 31)]
+    answer = [DRAWN] * 3
+    for turn, session in ((prompt, ONE), ([*prompt, *answer, 60, 61], OTHER), ([*prompt, 70, 71, 72, 73, 74], ONE)):
+        house.ask(turn, session=session)
+        house.finish()
+        house.forget_pool()
+    house.drop(ONE)
+    assert house.serve([*prompt, *answer, 99]) == [13]
+    house.forget_pool()
+    house.drop(OTHER)
+    assert [tokens_of_state(key) for key in house.states if tokens_of_state(key) < 15] == []
+
+
+def test_a_session_is_dropped_with_the_states_of_all_its_turns() -> None:
+    house, prompt = House(), [*range(20, 31)]
+    for turn in (prompt, [*prompt, DRAWN, DRAWN, DRAWN, 50], [*prompt, 70, 71, 72, 73, 74]):
+        house.ask(turn, session=ONE)
+        house.finish()
+        house.forget_pool()
+    assert len(house.states) == 6, "where each turn's prompt and answer ended"
+    house.drop(ONE)
+    assert (house.pages, house.states) == ({}, {})
+
+
+def test_an_imported_session_is_dropped_with_its_states() -> None:
+    house, prompt = House(), [*range(20, 31)]
+    house.ask(prompt, session=ONE)
+    house.finish()
+    copy = house.sessions.export_session(ONE)
+    assert copy is not None
+    house.serve([*range(40, 49)])
+    house.restart()
+    house.sessions.import_session(b"", copy, 100)
+    house.drop(ONE)
+    assert len(house.states) == 2
+    house.restart()
+    assert house.serve([*prompt, 99], [*range(40, 49), 9]) == [0, 9]
+
+
+def test_retention_is_renewed_for_pages_and_for_the_states_after_them() -> None:
+    house, prompt = House(), [*range(20, 31)]
+    house.serve(prompt)
+    assert not house.renewed
+    house.ask(prompt).retention_s = 60.0
+    house.finish()
+    assert house.prefixes.num_retained == 1, "the first one has all that the second one has computed"
+    assert house.renewed == {*house.pages, *house.states}
 
 
 def num_calls(function: Callable[[], object]) -> int:
