@@ -331,6 +331,7 @@ def build_offload_index(
         prefixes.prefix_index,
         whole=whole,
         prompts_only=fixed or info.clamps_prompts,
+        exact=not fixed,
         num_parity=config.topology.num_parity,
         cached_tokens_of=prefixes.num_cached_tokens,
         states=states,

@@ -135,6 +135,24 @@ def test_a_turn_begins_after_all_of_the_one_before_it() -> None:
     assert hits(build(), *turns) == [0, 12, 16, 10], "the last one edits the first answer: it begins after its prompt"
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_preempted_prompt_whose_answer_is_part_of_another_prompt_goes_on(exact: bool) -> None:
+    scheduler = build(exact=exact)
+    first = ask(scheduler, 0, SYSTEM, 30)
+    while first.num_output_tokens < 10:
+        for step in scheduler.schedule():
+            finish(scheduler, step)
+    ask(scheduler, 1, [*first.tokens, 1, 2, 3, 4, 5])
+    while scheduler.num_unfinished + scheduler.num_waiting > 1:
+        for step in scheduler.schedule():
+            finish(scheduler, step)
+    scheduler.preempt(scheduler.batches[0], first)
+    scheduler.waiting.append(first)
+    serve(scheduler)
+    assert first.num_cached_tokens <= len(first.prompt)
+    assert first.tokens == [*SYSTEM, *[DRAWN] * 30]
+
+
 def test_a_hit_needs_a_snapshot_and_not_pages_alone() -> None:
     """Pages of the first prompt are there, but no state ends where they do."""
     scheduler = build()

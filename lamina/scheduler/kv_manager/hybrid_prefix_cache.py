@@ -33,11 +33,12 @@ class HybridPrefixCache(PrefixCache):
     def lookup(self, sequence: Sequence) -> list[CommonPrefix]:
         """All snapshots that a waiting sequence may begin with, the shortest first."""
         commons, tokens = list[CommonPrefix](), sequence.tokens
+        limit = min(len(tokens) - 1, self._limit(sequence))
         for number, key in enumerate(self._held_pages(sequence), 1):
             first = number * self._page
             for length, source in self.prefix_index.snapshots(self._place, key):
                 held = self._held[source].sequence.tokens
-                if length < len(tokens) and held[first:length] == tokens[first:length]:
+                if length <= limit and held[first:length] == tokens[first:length]:
                     commons.append(CommonPrefix(key, length, source))
         return commons
 
@@ -63,6 +64,8 @@ class HybridPrefixCache(PrefixCache):
         for key, length, _ in shared if shared and shared[0].length >= (hit.length if hit else 0) + self._page else ():
             held = (self._held[n].sequence for n in self.prefix_index.sequences(self._place, key))
             coming = next((s for s in held if not s.finished and s.num_computed_tokens < length), None)
+            if length > len(sequence.prompt) and (self._prompts_only or coming is None):
+                break  # it was preempted: its answer's tokens are in no index, and their states may differ
             (sequence if coming is None else coming).add_snapshot_length(length)
             if coming is not None:
                 candidates.verdict = Verdict.STEPS_ASIDE if coming.transfer.lacks_kv else Verdict.HOLDS_UP
@@ -105,7 +108,7 @@ class HybridPrefixCache(PrefixCache):
 
     def retain_or_free(self, sequence: Sequence, snapshots: Several[int] = ()) -> list[SequenceOp]:
         """Retain a finished sequence up to its last snapshot, or free it. ``snapshots``: the index has them."""
-        limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
+        limit = self._limit(sequence)
         end = min(sequence.num_computed_tokens, limit)
         known = {*self.snapshots_of(sequence.id), *([end] if self._can_keep(end) else [])}
         kept = [n for n in sorted(known) if n <= limit and self.states.has(sequence.id, n)]
@@ -130,6 +133,10 @@ class HybridPrefixCache(PrefixCache):
         running = [each for each in kept if each.sequence not in retained][: self.states.max_running]
         kept[:] = self.states.adopt([*running, *(each for each in kept if each.sequence in retained)])
         super().relocate(kept)
+
+    def _limit(self, sequence: Sequence) -> int:
+        """Return how many of a sequence's tokens may share states with others."""
+        return len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
 
     def _can_keep(self, length: int) -> bool:
         return bool(self._page) and length >= self._page and (self._exact or length % self._page == 0)

@@ -89,6 +89,7 @@ class OffloadIndex(Feature):
         *,
         whole: int = 1,
         prompts_only: bool = False,
+        exact: bool = True,
         num_parity: int = 0,
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
         states: StoredStates | None = None,
@@ -96,14 +97,14 @@ class OffloadIndex(Feature):
         """``holders``: the memory workers of each layer group. ``prefix_index``: of keys with the store's root.
         A prompt is loaded up to a multiple of ``whole`` tokens.
 
-        ``prompts_only``: completions are not saved. ``num_parity``: other memory workers, which keep the parity of what
+        ``prompts_only``: completions are not saved. ``exact``: partial pages are. ``num_parity``: other memory workers, which keep the parity of what
         is loaded; they report as all do. ``cached_tokens_of``: returns how many tokens of a waiting sequence
         the pool has. ``states``: of a model with recurrent layers.
         """
         self._cached_tokens_of = cached_tokens_of
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
-        self._num_parity, self._exact = num_parity, not prompts_only  # exact: partial pages are stored, too
+        self._num_parity, self._exact = num_parity, exact
         self.keys, self.states = PageKeys(facts.page_size, prefix_index.root), states or StoredStates()
         self.states.use_pages(self.keys, 1 if self._exact else whole)
         self.identity, self._index, self._places = facts.identity, prefix_index, list[Place]()  # of KV shards

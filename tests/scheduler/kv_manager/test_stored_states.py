@@ -37,10 +37,20 @@ ROOT = page_key(b"r" * 32, 0, [1])
 
 
 class House:
-    """A scheduler, a memory worker whose states are the tokens that they have taken in, and storage."""
+    """A scheduler, a memory worker whose states are the tokens that they have taken in, and storage. ``clamps``: those
+    of prompts are taken in in another way, as negative numbers.
+    """
 
-    def __init__(self, seed: int = 0, *, blocks: int = 400, slots: int = 6 * SEQUENCES, failures: float = 0.0) -> None:
-        self.rng, self.failures = random.Random(seed), failures
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        blocks: int = 400,
+        slots: int = 6 * SEQUENCES,
+        failures: float = 0.0,
+        clamps: bool = False,
+    ) -> None:
+        self.rng, self.failures, self.clamps = random.Random(seed), failures, clamps
         self.pages, self.states = dict[bytes, None](), dict[bytes, list[int]]()
         self.num_failed = self.num_loaded = 0
         self.renewed = set[bytes]()  # pages and states
@@ -50,7 +60,9 @@ class House:
     def restart(self) -> None:
         """Let another server begin with what is stored."""
         tables = BlockTables([0], [self.blocks], BLOCK)
-        self.prefixes = prefixes = HybridPrefixCache(StateLedger([KvShards()], self.slots, 3), tables, BLOCK)
+        self.prefixes = prefixes = HybridPrefixCache(
+            StateLedger([KvShards()], self.slots, 3), tables, BLOCK, prompts_only=self.clamps
+        )
         facts = OffloadFacts(
             secret=b"s" * 32,
             identity=b"i",
@@ -65,6 +77,7 @@ class House:
             [[0]],
             prefixes.prefix_index,
             whole=PAGE,
+            prompts_only=self.clamps,
             cached_tokens_of=prefixes.num_cached_tokens,
             states=StoredStates([KvShards()], prefixes.snapshots_of),
         )
@@ -105,13 +118,18 @@ class House:
         tokens = [DRAWN if token < 0 else token for token in step.tokens]
         for row, sequence, (first, rows, _, read, write) in zip(plan.rows, step.sequences, segments, strict=True):
             had = [] if read == ZEROS else self.contents[read]
-            assert had == sequence.tokens[: row.first], "a row continues the state of its own tokens"
-            self.contents[write] = had + tokens[first : first + rows]
+            assert had == self.taken_in(sequence, sequence.tokens[: row.first]), "a row continues its own tokens' state"
+            self.contents[write] = self.taken_in(sequence, [*sequence.tokens[: row.first], *tokens[first : first + rows]])
         self.versions.commit(plan.rows)
         for sequence in step.sampled_sequences:
             if not sequence.finished:
                 sequence.append(DRAWN)
         self.scheduler.on_step_done(step)
+
+    def taken_in(self, sequence: Sequence, tokens: list[int]) -> list[int]:
+        """Return the state after the first ``tokens`` of a sequence."""
+        clamped = len(sequence.prompt) if self.clamps else 0
+        return [*(-token for token in tokens[:clamped]), *tokens[clamped:]]
 
     def save(self, plan: StepPlan) -> None:
         for op in plan.ops:
@@ -136,7 +154,8 @@ class House:
     def load(self, plan: StepPlan) -> None:
         by_sequence = {s.id: s for s in self.scheduler.running}
         for op in loads_of_states(plan):
-            slot, right = self.versions.slot_to_fill(op), by_sequence[op.sequence].tokens[: op.first]
+            slot, sequence = self.versions.slot_to_fill(op), by_sequence[op.sequence]
+            right = self.taken_in(sequence, sequence.tokens[: op.first])
             assert slot is not None
             (key,) = op.keys
             assert self.states[key] == right
@@ -193,6 +212,19 @@ def test_prompts_begin_with_states_that_were_stored_where_prompts_and_turns_end(
         assert house.serve([*prompt, 99, 98]) == [0]
         house.states.clear()
         house.pages.clear()
+        house.restart()
+        house.serve(prompt)
+
+
+def test_where_prompts_are_clamped_states_are_stored_at_their_ends_and_not_after_answers() -> None:
+    house, prompt = House(clamps=True), [*range(20, 31)]
+    assert house.serve(prompt) == [0]
+    for again in (House.forget_pool, House.restart):
+        again(house)
+        assert house.serve([*prompt, 99, 98]) == [11]
+        again(house)
+        assert house.serve([*prompt, DRAWN, DRAWN, DRAWN, 50]) == [11], "as a prompt its answer is clamped"
+        house.states, house.pages = dict[bytes, list[int]](), dict[bytes, None]()
         house.restart()
         house.serve(prompt)
 
@@ -346,9 +378,11 @@ def test_after_a_failed_load_no_version_is_counted_and_no_snapshot_is_indexed(fa
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_prompts_have_the_states_of_their_own_tokens(seed: int) -> None:
+@pytest.mark.parametrize("clamps", [False, True])
+def test_any_prompts_have_the_states_of_their_own_tokens(clamps: bool, seed: int) -> None:
     rng = random.Random(seed)
-    house = House(seed, blocks=rng.choice([24, 40, 400]), slots=rng.choice([3, 4, 6]) * SEQUENCES, failures=0.1)
+    blocks, slots = rng.choice([24, 40, 400]), rng.choice([3, 4, 6]) * SEQUENCES
+    house = House(seed, blocks=blocks, slots=slots, failures=0.1, clamps=clamps)
     known = [[rng.randrange(20, 24) for _ in range(rng.randrange(1, 20))] for _ in range(4)]
     for _ in range(30):
         prompts = list[list[int]]()
