@@ -4,8 +4,8 @@ Pages of a sequence are saved as they fill. Once the sequence is retained, its l
 one. A prompt loads stored pages, if they are at least one more than the pool has. Memory workers report the end of each
 transfer. A page exists once all of them have reported. Pure policy: no torch, no I/O, no clock.
 
-Of a model with recurrent layers, each snapshot of a retained sequence is saved, with a page that ends where it does. A
-prompt loads pages up to a snapshot, and that. If any part of these proves to be lost, all is computed.
+Of a model with recurrent layers, each snapshot is saved once it is taken, with a page that ends where it does. A prompt
+loads pages up to a snapshot, and that. If any part of these proves to be lost, all is computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lamina.protocol.step_plan import (
     SetRetention,
     Transfer,
 )
-from lamina.scheduler.feature import Feature, Loss, PlanDraft, Scheduling
+from lamina.scheduler.feature import Feature, Leaving, Loss, PlanDraft, Scheduling
 from lamina.scheduler.prefix_index import KeyedTokens, PageKeys, Place, PrefixIndex
 from lamina.scheduler.scheduler_output import TransferResult
 from lamina.scheduler.sequence import Sequence
@@ -116,6 +116,7 @@ class OffloadIndex(Feature):
         self._saving: dict[int, _SequenceSave] = {}  # by retained sequence
         self._loading: dict[int, _SequenceLoad] = {}  # by sequence
         self._drops = PendingDeletes()
+        self._snapshots: dict[int, list[int]] = {}  # of running sequences, those that are saved
         # The arguments of the last query, and its result; and those of the last prompt that may take a snapshot.
         self._found: tuple[Sequence, int, int, KvStart | None] | None = None
         self._parted: tuple[Sequence, int, int] | None = None
@@ -302,19 +303,34 @@ class OffloadIndex(Feature):
         return ops
 
     def batch_ops(self, running: Several[Sequence]) -> list[SaveKv]:
-        """Save pages that running sequences have filled, while they decode.
+        """Save pages that running sequences have filled, and snapshots of their states, while they decode.
 
         With sliding windows nothing is saved before the end, since blocks may be freed at any time. A sequence that
         drops blocks saves its prompt before: later K and V depend on what it has dropped.
         """
         ops = list[SaveKv]()
         for sequence in running:
+            ops += self._new_snapshots_ops(sequence)
             stop = len(sequence.prompt if sequence.evicts_kv else sequence.tokens)
             length = min(sequence.num_computed_tokens, stop) // self.page_size * self.page_size
             if length > sequence.num_tokens_offloaded and self._may_fill(sequence):
                 sequence.num_tokens_offloaded = length
                 ops += self.save_ops(sequence, length)
         return ops
+
+    def _new_snapshots_ops(self, sequence: Sequence) -> list[SaveKv]:
+        """Save a running sequence's snapshots, so that it finds them if it is preempted, and others if it ends early.
+        Their steps are scheduled.
+        """
+        lengths = self.states.lengths_of(sequence) if self.states.are_needed else []
+        if lengths == self._snapshots.get(sequence.id, []) or not self._may_fill(sequence):
+            return []
+        self._snapshots[sequence.id] = lengths
+        return self.save_states_ops(sequence)
+
+    def on_leave(self, leaving: Leaving) -> None:
+        """Forget which snapshots of a sequence are saved."""
+        self._snapshots.pop(leaving.sequence.id, None)
 
     def _may_fill(self, sequence: Sequence) -> bool:
         alone = sequence.discarded_ranges or sequence.do_not_cache  # no other sequence may find its KV
@@ -336,7 +352,7 @@ class OffloadIndex(Feature):
         return self._export(sequence, keys, missing, length)
 
     def save_states_ops(self, sequence: Sequence) -> list[SaveKv]:
-        """Save the snapshots of a retained sequence that are not stored, each with the page that ends where it does."""
+        """Save the snapshots of a sequence that are not stored, each with the page that ends where it does."""
         ops = list[SaveKv]()
         for length in self.states.lengths_of(sequence):
             if self._most and length > self._most:
@@ -448,6 +464,7 @@ class OffloadIndex(Feature):
         self._moving.clear()
         self._saving.clear()
         self._loading.clear()
+        self._snapshots.clear()
         self._index.clear(sum(self._places), ready=False)
         self._forget_queries()
 

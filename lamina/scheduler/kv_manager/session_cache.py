@@ -128,7 +128,8 @@ class SessionCache(Feature):
         If it failed, its saved pages are deleted.
         """
         if sequence.output.went_wrong and not sequence.do_not_cache:
-            return [*index.delete_ops(sequence.id, index.keys_of(sequence, sequence.num_tokens_offloaded))]
+            keys = index.keys_of(sequence, sequence.num_tokens_offloaded)
+            return [*index.delete_ops(sequence.id, [*keys, *index.states.keys_along(sequence)])]
         if sequence.discarded_ranges or sequence.evicts_kv or sequence.do_not_cache:
             return []
         if not isinstance(op, Truncate):  # others have all of it, or the op frees others

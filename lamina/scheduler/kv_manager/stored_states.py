@@ -18,8 +18,8 @@ class StoredStates:
     def __init__(
         self, shards: Several[KvShards | None] = (), snapshots_of: Callable[[int], Several[int]] = lambda number: ()
     ) -> None:
-        """``shards``: see ComputeReady; none for other models. ``snapshots_of``: returns the lengths of a retained
-        sequence's snapshots.
+        """``shards``: see ComputeReady; none for other models. ``snapshots_of``: returns the lengths of the
+        snapshots of a sequence in the pool.
         """
         self._snapshots_of, self.shards = snapshots_of, shards
         # First bytes of a page's key -> tokens -> keys of states.
@@ -69,7 +69,7 @@ class StoredStates:
         return state_key(whole, self._keys.partial(of, length) if is_begun else whole, length)
 
     def lengths_of(self, sequence: Sequence) -> list[int]:
-        """Return the lengths of a retained sequence's snapshots that storage can have."""
+        """Return the lengths of a sequence's snapshots in the pool that storage can have."""
         return [length for length in self._snapshots_of(sequence.id) if self._can_be_stored(length)]
 
     def along(self, of: Keyed, stop: int) -> Iterator[tuple[int, list[bytes]]]:

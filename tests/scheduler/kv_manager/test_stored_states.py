@@ -229,6 +229,24 @@ def test_where_prompts_are_clamped_states_are_stored_at_their_ends_and_not_after
         house.serve(prompt)
 
 
+def test_states_at_a_prompts_end_are_stored_while_its_answer_is_computed() -> None:
+    """So they are found if it is preempted, and after the server's end."""
+    house, prompt = House(), [*range(20, 31)]
+    sequence = house.ask(prompt, 20)
+    while sequence.num_output_tokens < 5:
+        for step in house.scheduler.schedule():
+            house.run(step)
+    assert [tokens_of_state(key) for key in house.states] == [11]
+    house.scheduler.preempt(house.scheduler.batches[0], sequence)
+    house.scheduler.waiting.append(sequence)
+    while sequence.num_output_tokens < 9:
+        for step in house.scheduler.schedule():
+            house.run(step)
+    assert sequence.num_cached_tokens == 11
+    house.restart()
+    assert house.serve([*prompt, 99, 98]) == [11]
+
+
 def test_a_third_prompt_begins_where_the_second_one_left_stored_pages() -> None:
     house, system = House(), [*range(20, 34)]
     found = list[int]()
