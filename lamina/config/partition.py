@@ -156,11 +156,13 @@ def across_ranks(partition: Partition, ranks: int) -> Partition:
     return msgspec.structs.replace(partition, num_workers=partition.num_workers * ranks, tables=tables)
 
 
-def state_shares(name: str, partition: Partition, heads: int, weights: Sequence[float]) -> list[HeadShare]:
+def state_shares(
+    name: str, partition: Partition, heads: int, weights: Sequence[float], unit: int = 1
+) -> list[HeadShare]:
     """The owners of the states of a recurrent layer: of runs of its heads with ``head``, of sequences with ``request``.
 
-    ``partition``: that of KV, called ``name``, over memory workers of these ``weights``. Raises ValueError for one that
-    divides the tokens of a sequence.
+    ``partition``: that of KV, called ``name``, over memory workers of these ``weights``. ``unit``: heads that stay
+    together, if each worker can get some then. Raises ValueError for one that divides the tokens of a sequence.
     """
     if len(weights) == 1:
         return [HeadShare(0, heads, [0])]
@@ -168,7 +170,9 @@ def state_shares(name: str, partition: Partition, heads: int, weights: Sequence[
         return [HeadShare(0, heads, partition.tables[0][0].owners)]
     if name != "head":
         raise ValueError(f"--partition {name} divides sequences by tokens, and a recurrent state has all of them")
-    cuts = _cuts(heads, weights)
+    cuts = [min(unit * cut, heads) for cut in _cuts(-(-heads // unit), weights)]
+    if any(low == high for low, high in pairwise(cuts)):
+        cuts = _cuts(heads, weights)
     return [HeadShare(low, high, [worker]) for worker, (low, high) in enumerate(pairwise(cuts)) if low < high]
 
 

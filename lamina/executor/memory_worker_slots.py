@@ -8,11 +8,11 @@ from msgspec import structs
 
 from lamina.config.conflicts import RESIZE, REWEIGH, conflicts_of
 from lamina.config.engine_config import EngineConfig
-from lamina.config.partition import state_shares
 from lamina.config.topology import TopologyOptions
 from lamina.protocol.capacity import partition_of
 from lamina.protocol.control import Address, TransferPeer
 from lamina.protocol.step_plan import BindReply, BindRequest
+from lamina.workers.mixer_messages import with_shares
 
 from .worker_registry import RegisteredWorker
 
@@ -88,10 +88,7 @@ def binds_of(
     weights = wanted.of_rank(wanted.normalized_weights, rank)
     partition = partition_of(wanted.partition, first.layers, weights, first.max_model_len)
     others = structs.replace(first.kv, attention=backend)
-    mixers = [
-        structs.replace(x, shares=state_shares(wanted.partition, partition, x.shares[-1].head_stop, weights))
-        for x in first.mixers
-    ]
+    mixers = [with_shares(mixer, wanted.partition, partition, weights) for mixer in first.mixers]
     return [
         structs.replace(
             first,

@@ -13,9 +13,10 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
-from lamina.config.partition import KvShards
+from lamina.config.partition import KvShards, Partition, state_shares
 from lamina.ops.recurrence.parts import Part
 from lamina.ops.recurrence.spec import RecurrenceSpec
 from lamina.protocol.mixers import MixerShape
@@ -111,9 +112,10 @@ def state_bytes(pieces: Sequence[MixerPiece | None]) -> int:
     return sum(piece.spec.state_bytes for piece in pieces if piece is not None)
 
 
-def heads_of(mixer: MixerShape) -> int:
-    """Return the heads of a recurrent layer; of a convolution alone, its channels."""
-    return RecurrenceSpec.decode(mixer.spec).heads
+def with_shares(mixer: MixerShape, name: str, partition: Partition, weights: Sequence[float]) -> MixerShape:
+    """Return a recurrent layer with the shares of memory workers. Arguments and errors as of ``state_shares``."""
+    spec = RecurrenceSpec.decode(mixer.spec)
+    return structs.replace(mixer, shares=state_shares(name, partition, spec.heads, weights, spec.run))
 
 
 class MostBytes(NamedTuple):

@@ -18,11 +18,11 @@ from lamina.protocol.step_plan import BindRequest, LayerShape, ProtocolError, Ro
 from lamina.workers.memory.state_store import bytes_of_version, num_slots
 from lamina.workers.mixer_messages import (
     ALIGNED,
-    heads_of,
     largest_messages,
     mixer_pieces,
     spans,
     state_bytes,
+    with_shares,
 )
 
 SPEC = RecurrenceSpec(kind="mamba2", heads=6, width=4, groups=2, heads_per_group=3, key_dim=8, value_dim=16, bias=True)
@@ -36,7 +36,7 @@ def mixer(shares: list[HeadShare], dtypes: tuple[str, ...] = ("bfloat16", "float
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_heads_are_dealt_out_once_and_messages_have_their_channels(workers: int) -> None:
     weights = [1.0] * workers
-    shape = mixer(state_shares("head", by_head([4], weights), heads_of(mixer([])), weights))
+    shape = with_shares(mixer([]), "head", by_head([4], weights), weights)
     pieces = [piece for w in range(workers) if (piece := mixer_pieces([shape], w)[0]) is not None]
     heads = [(piece.part.first, piece.part.first + piece.spec.heads) for piece in pieces]
     assert [head for run in heads for head in range(*run)] == list(range(SPEC.heads))
@@ -49,6 +49,15 @@ def test_heads_are_dealt_out_once_and_messages_have_their_channels(workers: int)
     most = largest_messages([shape], workers, 7)
     assert most.sent == max(max(p.inputs(7)[-1].stop, p.operands[-1].stop) for p in pieces)
     assert state_bytes(mixer_pieces([shape], 0)) == pieces[0].spec.state_bytes
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 32, 33])
+def test_a_convolution_is_cut_between_runs_of_channels_while_each_worker_gets_one(workers: int) -> None:
+    spec, weights = RecurrenceSpec(kind="convolution", heads=2000, width=3), [1.0] * workers
+    shape = with_shares(MixerShape(spec.encode(), ["float32"], ["float32"]), "head", by_head([4], weights), weights)
+    starts = [share.head_start for share in shape.shares]
+    assert [share.owners for share in shape.shares] == [[worker] for worker in range(workers)]
+    assert (shape.shares[-1].head_stop, any(start % spec.run for start in starts)) == (2000, workers > 32)
 
 
 def test_whole_sequences_go_to_the_owner_of_their_shard() -> None:

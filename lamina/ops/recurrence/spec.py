@@ -10,6 +10,7 @@ import msgspec
 Kind = Literal["convolution", "gated_delta", "kimi_delta", "mamba2"]
 ALIGNED = 16  # fp32 numbers in 64 bytes: where the parts of a state begin
 WIDTHS = range(2, 9)  # of convolutions
+RUNS, MAX_RUN = 32, 256  # runs of a convolution, of so many channels at most; else there are more
 
 
 class Range(NamedTuple):
@@ -85,6 +86,11 @@ class RecurrenceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def clamps_prompts(self) -> bool:
         """True if tokens of a prompt are computed in another way than the same tokens of an answer."""
         return self.prompt_dt_least > 0.0 or self.prompt_dt_most > 0.0
+
+    @property
+    def run(self) -> int:
+        """The heads that one worker has, and one fragment in storage; of ``convolution`` a run of channels."""
+        return min(MAX_RUN, -(-self.heads // RUNS)) if self.kind == "convolution" else 1
 
     @property
     def channels(self) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from msgspec import structs
 
 from lamina import netstack
-from lamina.config.partition import state_shares
 from lamina.config.resolve import LayerPath, layer_path
 from lamina.kv.stored_format import stored_dtype
 from lamina.ops import attention, collective
@@ -26,7 +25,7 @@ from lamina.workers.device_selection import CPU
 from lamina.workers.device_transport import can_use_device_path
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import available_bytes
-from lamina.workers.mixer_messages import heads_of, largest_messages, mixer_pieces, state_bytes
+from lamina.workers.mixer_messages import largest_messages, mixer_pieces, state_bytes, with_shares
 
 from .attention_client import AttentionClient, MemoryWorkerClient, RefusedError
 from .compute_worker import Attention, ComputeWorker
@@ -264,10 +263,7 @@ class ComputeServer(ModelServer):
         """Return the recurrent layers with their shares."""
         topology, cut = self.start.topology, self._cut
         weights = topology.of_rank(topology.normalized_weights, self.start.rank)
-        return [
-            structs.replace(mixer, shares=state_shares(topology.partition, cut.partition, heads_of(mixer), weights))
-            for mixer in cut.recurrent.shapes
-        ]
+        return [with_shares(mixer, topology.partition, cut.partition, weights) for mixer in cut.recurrent.shapes]
 
     def _layer_path(self, *, kernels: bool) -> LayerPath:
         topology = self.start.topology

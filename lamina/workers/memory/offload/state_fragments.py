@@ -1,7 +1,8 @@
 """Versions of recurrent states as fragments, read from a memory worker's slots and written back to them.
 
 A fragment is the state of some heads of one recurrent layer, in fp32: of one head, or of a run of channels if the layer
-is a convolution alone. It does not depend on slots, nor on the number of memory workers, unless they cut a run.
+is a convolution alone. It does not depend on slots, nor on the number of memory workers, since these have whole runs,
+unless there are more of them than runs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from torch import Tensor
 
 from lamina.kv.pages import PAGE, PageFragment
 from lamina.ops.recurrence.parts import Part
-from lamina.ops.recurrence.spec import RecurrenceSpec
+from lamina.ops.recurrence.spec import MAX_RUN, RecurrenceSpec
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import LoadKv, RowRange
 from lamina.utils.tensor_buffers import tensor_over
 from lamina.workers.memory.state_store import StateStore
 
-RUN = 256  # channels in a fragment of a convolution, the most heads that a fragment's name can count
 
 
 class StateSlot(NamedTuple):
@@ -61,7 +61,7 @@ class StateFragments:
                 continue
             first, stop = piece.part.first, piece.part.first + piece.spec.heads
             for low, high in _runs(piece.part.whole, first, stop):
-                name = PageFragment(first_layer + number, low * RUN + high - low - 1)
+                name = PageFragment(first_layer + number, low * MAX_RUN + high - low - 1)
                 yield name, (number, Part.of(piece.spec, low - first, high - low))
 
     def locate(self, sequence: int, length: int, location: KvLocation) -> StateSlot | None:
@@ -158,10 +158,10 @@ class StateCopy:
 
 
 def _runs(whole: RecurrenceSpec, first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of heads that make fragments. They are the same for all cuts of the layer, unless a convolution is
-    cut within a run: then other workers do not find these states.
+    """Yield the runs of heads that make fragments. They are the same for all cuts of the layer, unless it is cut within
+    a run: then other workers do not find these states.
     """
-    size = RUN if whole.kind == "convolution" else 1
+    size = whole.run
     while first < stop:
         high = min(stop, (first // size + 1) * size)
         yield first, high
