@@ -368,7 +368,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--tensor-parallel-size 2 or more": "ranks do not divide states yet",
             "--prefill-workers": "prefill workers do not compute states yet",
             "--memory-device cuda": "states are computed on CPUs",
-            "--preemption-mode swap": "states of preempted requests are not stored",
+            "--preemption-mode swap": "states are not swapped",
             "--decode-only": "without a prompt there are no states",
             "--lending borrow.max": "states cannot be lent",
             "--lending lend.share": "states cannot be lent",
