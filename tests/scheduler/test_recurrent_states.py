@@ -153,6 +153,20 @@ def test_a_preempted_prompt_whose_answer_is_part_of_another_prompt_goes_on(exact
     assert first.tokens == [*SYSTEM, *[DRAWN] * 30]
 
 
+def test_where_answers_differ_from_prompts_a_preempted_one_shares_nothing_after_its_own_prompt() -> None:
+    scheduler = build(exact=False)
+    first = ask(scheduler, 0, SYSTEM, 30)
+    while first.num_output_tokens < 10:
+        finish(scheduler, scheduler.schedule()[0])
+    other = ask(scheduler, 1, first.tokens[: 4 * PAGE])
+    while not other.finished:
+        finish(scheduler, scheduler.schedule()[0])
+    scheduler.preempt(scheduler.batches[0], first)
+    scheduler.waiting.append(first)
+    serve(scheduler)
+    assert first.num_cached_tokens == 2 * PAGE
+
+
 def test_a_hit_needs_a_snapshot_and_not_pages_alone() -> None:
     """Pages of the first prompt are there, but no state ends where they do."""
     scheduler = build()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 from itertools import groupby
 
 from msgspec import structs
@@ -44,34 +43,9 @@ from lamina.scheduler.starts import Candidates, KvStart
 from .pending_deletes import PendingDeletes
 from .prefetch import PrefetchHints
 from .stored_states import StoredStates
+from .transfers_in_flight import PageTransfer, SequenceLoad, SequenceSave, runs_of
 
 NO_TRANSFER_ID = 0  # the transfer's plan is not made yet
-MAX_PAGES_PER_SAVE = 8  # pages of one save, so that a worker with a slow disk reports progress
-
-
-@dataclass
-class _PageTransfer:
-    op: Transfer
-    num_waiting: int  # pending reports
-    pages: int  # pages saved by all workers that have reported
-    error: str = ""
-
-
-@dataclass
-class _SequenceLoad:
-    sequence: Sequence
-    loadable: KvStart
-    num_waiting: int  # transfers in flight
-    num_not_ready: int  # pending reports before its first rows
-    num_valid_tokens: int  # loaded tokens, by the reports so far
-    error: str = ""
-
-
-@dataclass
-class _SequenceSave:
-    keys: set[bytes]
-    num_waiting: int
-    error: str = ""
 
 
 class OffloadIndex(Feature):
@@ -97,9 +71,9 @@ class OffloadIndex(Feature):
         """``holders``: the memory workers of each layer group. ``prefix_index``: of keys with the store's root.
         A prompt is loaded up to a multiple of ``whole`` tokens.
 
-        ``prompts_only``: completions are not saved. ``exact``: partial pages are. ``num_parity``: other memory workers, which keep the parity of what
-        is loaded; they report as all do. ``cached_tokens_of``: returns how many tokens of a waiting sequence
-        the pool has. ``states``: of a model with recurrent layers.
+        ``prompts_only``: completions are not saved. ``exact``: partial pages are. ``num_parity``: other memory workers,
+        which keep the parity of what is loaded; they report as all do. ``cached_tokens_of``: returns how many tokens of
+        a waiting sequence the pool has. ``states``: of a model with recurrent layers.
         """
         self._cached_tokens_of = cached_tokens_of
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
@@ -112,11 +86,10 @@ class OffloadIndex(Feature):
         windows = [w for w in tables.windows if w]
         self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
         self._next_id = 0
-        self._moving: dict[int, _PageTransfer] = {}
-        self._saving: dict[int, _SequenceSave] = {}  # by retained sequence
-        self._loading: dict[int, _SequenceLoad] = {}  # by sequence
+        self._moving: dict[int, PageTransfer] = {}
+        self._saving: dict[int, SequenceSave] = {}  # by retained sequence
+        self._loading: dict[int, SequenceLoad] = {}  # by sequence
         self._drops = PendingDeletes()
-        self._snapshots: dict[int, list[int]] = {}  # of running sequences, those that are saved
         # The arguments of the last query, and its result; and those of the last prompt that may take a snapshot.
         self._found: tuple[Sequence, int, int, KvStart | None] | None = None
         self._parted: tuple[Sequence, int, int] | None = None
@@ -297,7 +270,7 @@ class OffloadIndex(Feature):
                 low += len(some)
         for key in wanted.state_keys:
             ops.append(LoadKv(sequence.id, NO_TRANSFER_ID, wanted.length, 0, [key], sequence.location))
-        self._loading[sequence.id] = _SequenceLoad(
+        self._loading[sequence.id] = SequenceLoad(
             sequence, wanted, len(ops), len(ops) * self._num_workers, wanted.length
         )
         return ops
@@ -310,7 +283,8 @@ class OffloadIndex(Feature):
         """
         ops = list[SaveKv]()
         for sequence in running:
-            ops += self._new_snapshots_ops(sequence)
+            if self.states.are_needed and self._may_fill(sequence) and self.states.has_new_snapshots(sequence):
+                ops += self.save_states_ops(sequence)
             stop = len(sequence.prompt if sequence.evicts_kv else sequence.tokens)
             length = min(sequence.num_computed_tokens, stop) // self.page_size * self.page_size
             if length > sequence.num_tokens_offloaded and self._may_fill(sequence):
@@ -318,19 +292,9 @@ class OffloadIndex(Feature):
                 ops += self.save_ops(sequence, length)
         return ops
 
-    def _new_snapshots_ops(self, sequence: Sequence) -> list[SaveKv]:
-        """Save a running sequence's snapshots, so that it finds them if it is preempted, and others if it ends early.
-        Their steps are scheduled.
-        """
-        lengths = self.states.lengths_of(sequence) if self.states.are_needed else []
-        if lengths == self._snapshots.get(sequence.id, []) or not self._may_fill(sequence):
-            return []
-        self._snapshots[sequence.id] = lengths
-        return self.save_states_ops(sequence)
-
     def on_leave(self, leaving: Leaving) -> None:
         """Forget which snapshots of a sequence are saved."""
-        self._snapshots.pop(leaving.sequence.id, None)
+        self.states.forget(leaving.sequence.id)
 
     def _may_fill(self, sequence: Sequence) -> bool:
         alone = sequence.discarded_ranges or sequence.do_not_cache  # no other sequence may find its KV
@@ -384,7 +348,7 @@ class OffloadIndex(Feature):
 
     def _export(self, sequence: Sequence, keys: Several[bytes], numbers: Iterable[int], length: int) -> list[SaveKv]:
         ops, prompt, tag = list[SaveKv](), len(sequence.prompt), self._index.root.tenant_tag(sequence.salt)
-        for run in _runs(numbers):
+        for run in runs_of(numbers):
             some, first = [keys[n] for n in run], run[0] * self.page_size
             count = min(len(some) * self.page_size, length - first)
             ops.append(SaveKv(sequence.id, NO_TRANSFER_ID, first, count, some, tag, prompt))
@@ -396,7 +360,7 @@ class OffloadIndex(Feature):
         if not ops:
             return
         keys = {key for op in ops for key in op.keys}
-        saving = self._saving.setdefault(sequence.id, _SequenceSave(set(), 0))
+        saving = self._saving.setdefault(sequence.id, SequenceSave(set(), 0))
         saving.keys |= keys
         saving.num_waiting += len(ops)
         for key, kv_shard in kv_shards.items():
@@ -464,7 +428,7 @@ class OffloadIndex(Feature):
         self._moving.clear()
         self._saving.clear()
         self._loading.clear()
-        self._snapshots.clear()
+        self.states.forget_sequences()
         self._index.clear(sum(self._places), ready=False)
         self._forget_queries()
 
@@ -507,7 +471,7 @@ class OffloadIndex(Feature):
             return None
         return self.find_loadable(sequence, self._cached_tokens_of(sequence))
 
-    def _loaded(self, moving: _PageTransfer) -> TransferResult | None:
+    def _loaded(self, moving: PageTransfer) -> TransferResult | None:
         op, loading = moving.op, self._loading[moving.op.sequence]
         if moving.pages < len(op.keys):
             valid = 0 if loading.loadable.state_keys else op.first + moving.pages * self.page_size
@@ -528,7 +492,7 @@ class OffloadIndex(Feature):
         self.num_hit_tokens += 0 if loading.loadable.is_swapped else valid
         return TransferResult(sequence, op.sequence, loading.error)
 
-    def _saved(self, moving: _PageTransfer) -> TransferResult | None:
+    def _saved(self, moving: PageTransfer) -> TransferResult | None:
         op, saving = moving.op, self._saving[moving.op.sequence]
         self._index.confirm(sum(self._places), op.keys[: moving.pages])  # those that were not given up since then
         self._index.drop(sum(self._places), op.keys[moving.pages :], ready=False)
@@ -604,7 +568,7 @@ class OffloadIndex(Feature):
     def _begin(self, op: Transfer) -> Transfer:
         self._next_id += 1
         op = structs.replace(op, transfer_id=self._next_id)
-        self._moving[op.transfer_id] = _PageTransfer(op, self._num_workers, len(op.keys))
+        self._moving[op.transfer_id] = PageTransfer(op, self._num_workers, len(op.keys))
         return op
 
     def keys_of(self, sequence: Sequence, length: int, *, parts: bool = False) -> list[bytes]:
@@ -617,13 +581,3 @@ class OffloadIndex(Feature):
     def _kv_shard(self, location: KvLocation, number: int) -> int:
         """Return the KV shard of a page."""
         return self._ledger.placement.kv_shard_at(location, number * self.page_size // self._ledger.block_size)
-
-
-def _runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Divide ``numbers`` into runs of consecutive ones, at most MAX_PAGES_PER_SAVE each."""
-    runs = list[list[int]]()
-    for number in numbers:
-        if not runs or number != runs[-1][-1] + 1 or len(runs[-1]) == MAX_PAGES_PER_SAVE:
-            runs.append([])
-        runs[-1].append(number)
-    return runs

@@ -18,13 +18,14 @@ class StoredStates:
     def __init__(
         self, shards: Several[KvShards | None] = (), snapshots_of: Callable[[int], Several[int]] = lambda number: ()
     ) -> None:
-        """``shards``: see ComputeReady; none for other models. ``snapshots_of``: returns the lengths of the
-        snapshots of a sequence in the pool.
+        """``shards``: see ComputeReady; none for other models. ``snapshots_of``: returns the lengths of the snapshots
+        of a sequence in the pool.
         """
         self._snapshots_of, self.shards = snapshots_of, shards
         # First bytes of a page's key -> tokens -> keys of states.
         self._after: dict[bytes, dict[int, set[bytes]]] = {}
         self._keys, self._unit = PageKeys(1), 1
+        self._seen: dict[int, list[int]] = {}  # running sequence -> its snapshots
 
     @property
     def are_needed(self) -> bool:
@@ -71,6 +72,23 @@ class StoredStates:
     def lengths_of(self, sequence: Sequence) -> list[int]:
         """Return the lengths of a sequence's snapshots in the pool that storage can have."""
         return [length for length in self._snapshots_of(sequence.id) if self._can_be_stored(length)]
+
+    def has_new_snapshots(self, sequence: Sequence) -> bool:
+        """Return whether a running sequence has other snapshots than when this was called last. The steps that they end
+        are scheduled.
+        """
+        before, now = self._seen.get(sequence.id, []), self.lengths_of(sequence)
+        if before != now:
+            self._seen[sequence.id] = now
+        return before != now
+
+    def forget(self, number: int) -> None:
+        """Forget the snapshots of a sequence that has left."""
+        self._seen.pop(number, None)
+
+    def forget_sequences(self) -> None:
+        """Forget the snapshots of all sequences, which may not have been saved."""
+        self._seen.clear()
 
     def along(self, of: Keyed, stop: int) -> Iterator[tuple[int, list[bytes]]]:
         """Yield lengths, up to ``stop``, after which storage has states of these tokens, each with the keys of the

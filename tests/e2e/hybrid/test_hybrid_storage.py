@@ -92,6 +92,18 @@ def test_a_prompt_begins_with_states_of_host_memory() -> None:
     check_storage("bamba", memory_workers=1, transport="loopback")
 
 
+def test_where_prompts_are_clamped_a_turn_begins_with_the_states_at_the_last_prompts_end() -> None:
+    """The tokens of an answer are not clamped, and as a part of the next prompt they are."""
+    model = build_hybrid("bamba", time_step_limit=(0.5, 0.9))
+    with LLM(model, **OPTIONS, **HOST, memory_workers=1, transport="loopback") as llm:
+        answer, _ = serve(llm, FIRST)
+        assert answer == greedy(model, FIRST, COUNT) != greedy(build_hybrid("bamba"), FIRST, COUNT)
+        turn = [*FIRST, *answer, 5, 6]
+        for _ in range(2):
+            assert serve(llm, turn) == (greedy(model, turn, COUNT), len(FIRST))
+            forget_pool(llm)
+
+
 @pytest.mark.long(but=["request"])
 @pytest.mark.parametrize("partition", ["head", "request"])
 def test_states_of_several_workers_are_stored(partition: str) -> None:

@@ -1,4 +1,7 @@
-"""Pages that are saved as they fill, while their sequences go on; and pages that no request may find."""
+"""Pages that are saved as they fill, while their sequences go on; and pages that no request may find.
+
+Covers: lamina/scheduler/kv_manager/transfers_in_flight.py.
+"""
 
 from __future__ import annotations
 

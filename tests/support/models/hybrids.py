@@ -38,12 +38,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build_hybrid(name: str) -> Any:
-    """Return the model in fp32 and evaluation mode, the same on every call."""
+def build_hybrid(name: str, **changes: Any) -> Any:
+    """Return the model in fp32 and evaluation mode, the same on every call. ``changes``: of its configuration."""
     import transformers
 
     family, options = HYBRIDS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_BASE, **options})
+    config = getattr(transformers, f"{family}Config")(**{**_BASE, **options, **changes})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)

@@ -24,7 +24,6 @@ from lamina.utils.tensor_buffers import tensor_over
 from lamina.workers.memory.state_store import StateStore
 
 
-
 class StateSlot(NamedTuple):
     """The slot of a version of a sequence's states after ``length`` tokens; None if other workers have it."""
 

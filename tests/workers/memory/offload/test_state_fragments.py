@@ -214,7 +214,7 @@ def test_a_version_that_is_not_there_is_not_saved() -> None:
 
 @pytest.mark.parametrize("lost", [KEY, b"q" * 32])
 def test_once_a_part_is_lost_nothing_more_of_it_is_read(lost: bytes) -> None:
-    """Of states and the two pages before them, read from the last one on, one is lost."""
+    """States and the two pages before them are read from the last one on, and one is lost."""
     inner, asked = host(), list[bytes]()
 
     class Listening:
