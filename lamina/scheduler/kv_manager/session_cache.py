@@ -200,9 +200,10 @@ class SessionCache(Feature):
         if self._offload_index:
             index = self._offload_index
             filled = [key for s in turns for key in index.keys_of(s, s.num_tokens_offloaded)]
-            states = [key for of in (_keyed(session), *turns) for key in index.states.keys_along(of)]
+            own: list[Keyed] = [_keyed(session), *turns]
+            states = [key for of in own for key in index.states.keys_along(of)]
             count = max((n for n, key in enumerate(session.keys, 1) if self._is_shared(key)), default=0)
-            shared = {*session.keys[:count], *self._shared_states(index, session, turns)}
+            shared = {*session.keys[:count], *self._shared_states(index, session, own)}
             keys = dict.fromkeys([*session.keys, *session.stale_page_keys, *filled, *states])
             ops += index.delete_ops(
                 -1 if leaf is None else leaf, [key for key in keys if key not in shared and not self._is_shared(key)]
@@ -217,10 +218,12 @@ class SessionCache(Feature):
         yield from map(_keyed, self._sessions.with_page(page))
         yield from self._prefix_cache.sequences_with(page)
 
-    def _shared_states(self, index: OffloadIndex, session: SessionState, turns: Several[Sequence]) -> set[bytes]:
-        """Return the keys of a session's states that others share, and of the partial pages that end with these."""
+    def _shared_states(self, index: OffloadIndex, session: SessionState, own: Several[Keyed]) -> set[bytes]:
+        """Return the keys of a session's states that others share, and of the partial pages that end with these.
+        ``own``: its tokens.
+        """
         shared, seen = set[bytes](), set[bytes]()
-        for of in (_keyed(session), *turns):
+        for of in own:
             for length, keys in index.states.along(of, len(of.tokens)):
                 seen.update(keys)
                 first = length // index.page_size * index.page_size
