@@ -20,6 +20,9 @@ namespace {
 #include "avx512/vectors.h"
 #include "kernel.h"
 #include "loops.h"
+#include "transpose512.h"
+
+#include "avx512/power.h"  // after those
 #include "task.h"
 #include "tiles.h"
 

@@ -77,6 +77,9 @@ struct Call {
 inline int64_t padded(int64_t dim) { return (dim + kPad - 1) / kPad * kPad; }
 inline int64_t spread(int64_t qk_dim) { return 4 * padded(qk_dim); }  // numbers of a query's own form at most
 
+// Numbers that a chunk's values of one head take, laid out in 16 bits for matrix instructions.
+inline int64_t values_size(const Operator& op) { return kChunk / 2 * padded(op.v_dim); }
+
 // Numbers in a node of `queries` queries: o [queries, padded v_dim], lse [kTile].
 inline int64_t node_size(const Operator& op, int64_t queries) { return queries * padded(op.v_dim) + kTile; }
 
@@ -91,11 +94,12 @@ class Scratch {
   float* data() const {
     return reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(memory_.get()) + 63) & ~std::uintptr_t(63));
   }
-  // A tile's queries, spread, and scores, and the nodes that wait for their siblings: one per level, and one being computed.
+  // A tile's queries, spread, and scores, a chunk's values, and the nodes that wait for their siblings: one per level, and
+  // one being computed.
   static std::size_t needed(const Operator& op, int64_t chunks) {
     int64_t levels = 3;
     while (chunks >>= 1) levels += 2;  // a range that is not aligned keeps one node on either side
-    return std::size_t(kTile * (spread(op.qk_dim) + kScores) + levels * node_size(op, kTile));
+    return std::size_t(kTile * (spread(op.qk_dim) + kScores) + values_size(op) + levels * node_size(op, kTile));
   }
 
  private:

@@ -23,7 +23,9 @@ namespace {
 #include "loops.h"
 
 #include "avx512/bf16_product.h"  // after those
-#include "avx512/pairs.h"  // after that
+#include "avx512/power.h"
+
+#include "avx512/pairs.h"  // after those
 #include "select.h"
 #include "tally.h"
 #include "task.h"

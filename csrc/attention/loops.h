@@ -161,6 +161,7 @@ struct Vectors {
   static constexpr int kMost = 4, kStep = W;
   static constexpr float kUnit = 1;
   static constexpr bool kLate = false;  // whether o is divided by the sum of the weights, which else add up to 1
+  static constexpr bool kByHead = false;  // whether a chunk is computed head by head, all its values at once (tiles.h)
 
   static int64_t width(int64_t dim) {
     constexpr int step = Dot<S>::step;
@@ -197,9 +198,6 @@ struct Vectors {
 
   // Scores times kUnit, of which `top` is the highest, to weights in `add`'s own form; begin, end: multiples of kStep.
   static Softmax weights(float top, int begin, int end, float* score) { return softmax(top, begin, end, score); }
-
-  // Called after all calls of one kind: from now on the results are complete.
-  static void settle() {}
 
  private:
   template <class... Left>

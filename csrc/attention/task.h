@@ -10,7 +10,8 @@ class Run {
         tile_{op_, each_ * task.heads, padded(op_.v_dim)}, first_row_(call.rows->row[task.sequence]),
         first_(call.stored ? call.rows->first[task.sequence] : 0), token_(call.stored ? 1 : op_.kv_heads),
         next_head_(call.stored ? call.rows->block_size : 1), queries_(scratch.data()),
-        scores_(queries_ + kTile * spread(op_.qk_dim)), space_(scores_ + kTile * kScores) {}
+        scores_(queries_ + kTile * spread(op_.qk_dim)), values_(scores_ + kTile * kScores),
+        space_(values_ + values_size(op_)) {}
 
   // The task's node in `space_`.
   Node compute() {
@@ -137,13 +138,52 @@ class Run {
     return {int(min(max(from, low), kChunk)), int(max(min(upto, high), 0)), float(self), slope};
   }
 
-  // The node of one chunk: K and then V, each in the order of memory, which is all heads of a block before the next.
+  // The node of one chunk.
   void attend(int64_t begin, const Chunk& here, const Chunk& next, Node& node) {
     View views[kTile];
     Block blocks[kTile];
     float totals[kTile] = {};
     const int low = here.pieces[0].low, high = here.pieces[here.count - 1].high;
     const int64_t per_head = divide(begin, low, high, views, blocks), count = per_head * task_.heads;
+    if constexpr (Loops::kByHead)
+      for (int64_t h = 0; h < task_.heads; ++h) attend_head(here, next, h, blocks[h], views, node, totals);
+    else
+      attend_pieces(here, next, blocks, per_head, views, node, totals);
+    for (int64_t i = 0; i < tile_.queries; i += W) store(node.lse + i, load(node.lse + i) + log(load(totals + i)));
+    for (const Block* block = blocks; block < blocks + count; ++block)
+      if (block->low >= block->high)
+        for (int64_t i = 0; i < block->count * tile_.stride; ++i) node.o[block->query * tile_.stride + i] = 0;
+      else if (Loops::kLate)
+        for (int i = block->query; i < block->query + block->count; ++i)
+          divide_by(totals[i], node.o + i * tile_.stride);
+  }
+
+  // K and V of one head, all whose queries are one block.
+  void attend_head(const Chunk& here, const Chunk& next, int64_t h, const Block& block, const View* views, Node& node,
+                   float* totals) {
+    const int64_t query = block.query;
+    if (block.low >= block.high) {
+      for (int64_t i = query; i < query + block.count; ++i) node.lse[i] = kNone, totals[i] = 1;
+      return;
+    }
+    for (int p = 0; p < here.count; ++p) score_keys(block, here.pieces[p], h, after(here, next, false, p, h));
+    loops_.clear(block.low, block.high, op_.v_dim, values_);
+    for (int p = 0; p < here.count; ++p) {
+      const Piece& piece = here.pieces[p];
+      const int low = int(max(block.low, piece.low)), high = int(min(block.high, piece.high));
+      const int64_t row = h * next_head_ + (low - piece.low) * token_;
+      loops_.lay_out(piece.v + row * op_.v_dim, token_ * op_.v_dim, low, high, op_.v_dim, values_,
+                     after(here, next, true, p, h));
+    }
+    float* const scores = scores_ + query * kScores;
+    loops_.weights(op_, block.count, views + query, block.low, block.high, scores, node.lse + query, totals + query);
+    loops_.add(block.count, scores, values_, block.low, block.high, op_.v_dim, node.o + query * tile_.stride,
+               tile_.stride);
+  }
+
+  // K and then V, each in the order of memory, which is all heads of a block before the next.
+  void attend_pieces(const Chunk& here, const Chunk& next, const Block* blocks, int64_t per_head, const View* views,
+                     Node& node, float* totals) {
     for (const bool values : {false, true}) {
       for (int p = 0; p < here.count; ++p)
         for (int64_t h = 0; h < task_.heads; ++h) {
@@ -154,15 +194,8 @@ class Run {
             else
               score_keys(blocks[i], here.pieces[p], h, ahead);
         }
-      loops_.settle();
-      if (!values) weights(blocks, count, views, node, totals);
+      if (!values) weights(blocks, per_head * task_.heads, views, node, totals);
     }
-    for (const Block* block = blocks; block < blocks + count; ++block)
-      if (block->low >= block->high)
-        for (int64_t i = 0; i < block->count * tile_.stride; ++i) node.o[block->query * tile_.stride + i] = 0;
-      else if (Loops::kLate)
-        for (int i = block->query; i < block->query + block->count; ++i)
-          divide_by(totals[i], node.o + i * tile_.stride);
   }
 
   void divide_by(float total, float* o) const {
@@ -193,8 +226,13 @@ class Run {
   // The memory that is read after piece p of a head's K, or V.
   Ahead after(const Chunk& here, const Chunk& next, bool values, int p, int64_t h) const {
     const Chunk* chunk = &here;
-    if (++h == task_.heads) h = 0, ++p;
-    if (p == here.count) chunk = values ? &next : &here, p = 0, values = !values;
+    if (Loops::kByHead) {
+      if (++p == here.count) p = 0, h += values, values = !values;
+      if (h == task_.heads) h = 0, chunk = &next;
+    } else {
+      if (++h == task_.heads) h = 0, ++p;
+      if (p == here.count) chunk = values ? &next : &here, p = 0, values = !values;
+    }
     if (!call_.stored || p >= chunk->count) return {reinterpret_cast<const char*>(queries_), 0};
     const Piece& piece = chunk->pieces[p];
     if constexpr (kScaled) {
@@ -239,7 +277,6 @@ class Run {
       const Softmax result = Loops::weights(tops[i], begin, end, x);
       node.lse[i] = result.top, totals[i] = result.total;
     });
-    for (int64_t i = 0; i < tile_.queries; i += W) store(node.lse + i, load(node.lse + i) + log(load(totals + i)));
   }
 
   void weigh_values(const Block& block, const Piece& piece, int64_t h, Node& node, Ahead ahead) {
@@ -266,7 +303,7 @@ class Run {
   const Tile tile_;
   const int64_t first_row_, first_;  // first_: position of the first row, 0 where positions count from it
   const int64_t token_, next_head_;  // rows from one token to the next, and from one head to the next
-  float *const queries_, *const scores_, *const space_;
+  float *const queries_, *const scores_, *const values_, *const space_;
   int rows_[kTile];  // of the queries, in the step
   Loops loops_;
 };

@@ -1,20 +1,17 @@
 // The loops over keys and values of bf16 by matrix instructions; see Vectors. Included after loops.h, in the same
-// namespace. Weights are rounded to bf16, too.
+// namespace.
 //
-// Tokens are multiplied 32 at a time, counted from the chunk's first one; missing ones enter as zeros. So a query gets
-// one chain of operations over its own tokens here, too.
+// Scores lie token by token, a query in a lane. So what is done to them needs no sums over lanes. A head's values of a
+// chunk are laid out once for all queries, and each sum o [queries, 16 numbers] stays in its register for the chunk.
+// Weights are those of avx512/pairs.h: powers of two whose rounding to bf16 does not depend on other tokens.
 //
-// Registers:
-// - 0, 1: scores [16 tokens, queries]
-// - 2: q [16 pairs of numbers, queries]
-// - 3, 7: k [16 tokens, 32 numbers] or v [16 pairs of tokens, 16 numbers]
-// - 4: weights [queries, 32 tokens]
-// - 5, 6: o [queries, 16 numbers]
+// Values are multiplied 32 tokens at a time, counted from the chunk's first one; missing ones have the weight 0. So a
+// query gets one chain of operations over its own tokens here, too.
 class Tiles {
  public:
-  static constexpr int kMost = 16, kStep = 2 * W;  // kStep: numbers of a row, or tokens, in a tile
-  static constexpr float kUnit = 1;
-  static constexpr bool kLate = false;
+  static constexpr int kMost = 2 * W, kStep = 2 * W;  // kStep: numbers of a row, or tokens, in a tile
+  static constexpr float kUnit = 1.44269504f;
+  static constexpr bool kLate = true, kByHead = true;
 
   // Fewer queries than make two blocks of vectors are not worth it while keys come from memory: loads of tiles wait for
   // their lines. All rows of the sequence in the step count, not those of a task, so that bits do not depend on tasks.
@@ -27,88 +24,104 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   ~Tiles() { _tile_release(); }
 
-  // [dim / 2, count] pairs of numbers.
+  // Of up to 16 queries, then of the rest: [dim / 2, queries] pairs of numbers.
   static void load(const BFloat16* const* from, int count, int64_t dim, float* to) {
-    for (int64_t d = 0; d < dim; d += 2)
-      for (int g = 0; g < count; ++g) __builtin_memcpy(to++, from[g] + d, sizeof *to);
+    for (int begin = 0; begin < count; begin += W)
+      for (int64_t d = 0; d < dim; d += 2)
+        for (int g = begin; g < count && g < begin + W; ++g) __builtin_memcpy(to++, from[g] + d, sizeof *to);
   }
 
+  // Scores at `low .. high` of up to 16 queries, then of the rest, `W * kScores` further: [kChunk, queries].
   void score(int count, const float* q, const BFloat16* k, int64_t stride, int low, int high, int64_t dim, float* score,
              Ahead ahead) {
-    set_for(count);
-    alignas(64) Bits space[kStep][kStep];
-    for (int from = low & -kStep; from < high; from += kStep) {
-      const Range range(low - from, high - from);
-      const BFloat16* row = k + (from - low) * stride;
-      _tile_zero(0);
-      _tile_zero(1);
-      for (int64_t d = 0; d < dim; d += kStep, row += kStep) {
-        const void *at = row, *behind = row + W * stride;
-        int64_t bytes = 2 * stride;
-        if (range.whole()) {
-          touch(row, stride, ahead);
-        } else {
-          copy(row, stride, range, space);
-          at = space, behind = space[W], bytes = sizeof space[0];
-        }
-        _tile_loadd(2, q + d / 2 * count, 4 * count);
-        _tile_loadd(3, at, bytes);
-        _tile_dpbf16ps(0, 3, 2);
-        _tile_loadd(7, behind, bytes);
-        _tile_dpbf16ps(1, 7, 2);
-      }
-      Score& one = scores_[scored_++ % kSlots];
-      one.to = score + from, one.range = range;
-      _tile_stored(0, one.sums, 4 * count);
-      _tile_stored(1, one.sums + W * count, 4 * count);
-      if (scored_ > kDelay) put_scores(scores_[(scored_ - 1 - kDelay) % kSlots]);
+    const Halves halves(count);
+    set_for({W, W, halves.first, halves.second});
+    for (int from = low & -W; from < high;) {
+      const BFloat16* const row = k + (from - low) * stride;
+      const bool both = from >= low && from + 2 * W <= high;
+      const Range range{low - from, high - from};
+      const auto f = both            ? halves.second ? scores<true, true> : scores<true, false>
+                     : halves.second ? scores<false, true>
+                                     : scores<false, false>;
+      f(halves, q, row, stride, range, dim, score + from * halves.first, score + W * kScores + from * halves.second,
+        ahead);
+      from += both ? 2 * W : W;
     }
   }
 
-  static Softmax weights(float top, int begin, int end, float* score) { return softmax(top, begin, end, score); }
-
-  void add(int count, const float* weight, const BFloat16* v, int64_t stride, int low, int high, bool first,
-           int64_t dim, float* o, int64_t stride_o, Ahead ahead) {
-    set_for(count);
-    for (int from = low & -kStep; from < high; from += kStep, first = false) {
-      const Range range(low - from, high - from);
-      const BFloat16* row = v + (from - low) * stride;
-      Bits(*const weights)[kStep] = weights_[weighed_++ % kSlots];
-      for (int g = 0; g < count; ++g) {
-        const float* at = weight + g * kScores + from;
-        const __m512 a = _mm512_maskz_loadu_ps(range.mask(0), at), b = _mm512_maskz_loadu_ps(range.mask(1), at + W);
-        _mm512_store_si512(weights[g], (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  // The chunk's values at `low .. high`, whose rows begin at v, to their places. These are tiles [dim / 32, 4, 2] of 16
+  // pairs of tokens by 16 numbers. A tile has numbers of even index, the one after it those of odd index.
+  static void lay_out(const BFloat16* v, int64_t stride, int low, int high, int64_t dim, float* to, Ahead ahead) {
+    for (int t = low; t < high;) {
+      const bool two = t % 2 == 0 && t + 2 <= high;
+      Bits* at = reinterpret_cast<Bits*>(to) + place(t);
+      for (int64_t d = 0; d < dim; d += kStep, at += kValues) {
+        const __m512i x = _mm512_loadu_si512(v + d);
+        if (two)
+          put_pair(x, _mm512_loadu_si512(v + stride + d), at);
+        else
+          put_one(x, t % 2, at);
+        ahead.template fetch<64>();
+        if (two) ahead.template fetch<64>();
       }
-      for (int64_t d = 0; d < dim; d += kStep, row += kStep) {
-        Sum& one = sums_[added_++ % kSlots];
-        one.weights = weights, one.to = o + d, one.stride = stride_o, one.first = first;
-        interleave(row, stride, range, one.pairs, ahead);
-        if (added_ > kDelay) put_sum(sums_[(added_ - 1 - kDelay) % kSlots]);
-      }
+      t += two ? 2 : 1, v += two ? 2 * stride : stride;
     }
   }
 
-  // Called after all calls of one kind: completes them. A load of a tile waits for stores that have not reached the cache.
-  // So each result is used a little later than it is made.
-  void settle() {
-    for (int64_t i = max(scored_ - kDelay, 0); i < scored_; ++i) put_scores(scores_[i % kSlots]);
-    for (int64_t i = max(added_ - kDelay, 0); i < added_; ++i) put_sum(sums_[i % kSlots]);
-    scored_ = added_ = 0;
+  // Zeros to the places of values that share a tile with `begin .. end` and are none of them.
+  static void clear(int begin, int end, int64_t dim, float* to) {
+    const auto zero = [&](int token) {
+      Bits* at = reinterpret_cast<Bits*>(to) + place(token & -kStep);
+      for (int64_t d = 0; d < dim; d += kStep, at += kValues) __builtin_memset(at, 0, 2 * sizeof(Bits) * kStep * W);
+    };
+    if (begin % kStep) zero(begin);
+    if (end % kStep) zero(end);
+  }
+
+  // Scores, as `score` left them, at `begin .. end` to weights in their places: of each 32 tokens [queries, 32] in bf16.
+  static void weights(const Operator& op, int count, const View* views, int begin, int end, float* score, float* lse,
+                      float* totals) {
+    const Halves halves(count);
+    weigh(op, halves.first, views, begin, end, score, lse, totals);
+    if (halves.second) weigh(op, halves.second, views + W, begin, end, score + W * kScores, lse + W, totals + W);
+  }
+
+  // o [count, stride_o] = weights at `begin .. end` . values, as `weights` and `lay_out` left them.
+  void add(int count, const float* weight, const float* values, int begin, int end, int64_t dim, float* o,
+           int64_t stride_o) {
+    const Halves halves(count);
+    set_for({halves.first, halves.second, W, W});
+    const auto f = halves.second ? sums<true> : sums<false>;
+    const Bits* at = reinterpret_cast<const Bits*>(values);
+    for (int64_t d = 0; d < dim; d += kStep, at += kValues) f(halves, weight, at, begin, end, o + d, stride_o);
   }
 
  private:
-  // Of 32 tokens, those that are there.
+  static constexpr int64_t kValues = kChunk * kStep;  // numbers of a chunk, 32 of each row
+
+  // A block's queries: up to 16, and the rest.
+  struct Halves {
+    int first, second;
+
+    explicit Halves(int count) : first(count < W ? count : W), second(count - first) {}
+  };
+
+  // Of the tokens of a tile, those that are there: `low .. high`.
   struct Range {
     int low, high;
 
-    Range() = default;
-    Range(int low, int high) : low(low > 0 ? low : 0), high(high < kStep ? high : kStep) {}
-    bool whole() const { return high - low == kStep; }
     bool has(int i) const { return i >= low && i < high; }
-    __mmask16 mask(int half) const {
-      const std::uint64_t all = (std::uint64_t(1) << high) - (std::uint64_t(1) << low);
-      return __mmask16(all >> half * W);
+    bool whole() const { return low <= 0 && high >= W; }
+    void copy(const float* from, int width, float* to) const {
+      for (int i = int(max(low, 0)) * width; i < int(min(high, W)) * width; ++i) to[i] = from[i];
     }
+  };
+
+  // Rows of the left operands, and columns of the right ones, of what is multiplied: 0 where there is only one.
+  struct Shape {
+    int rows, rows2, cols, cols2;
+
+    bool operator!=(const Shape& other) const { return __builtin_memcmp(this, &other, sizeof other); }
   };
 
   struct alignas(64) Config {
@@ -117,115 +130,211 @@ class Tiles {
     std::uint8_t rows[16] = {};
   };
 
-  struct Score {
-    float* to;  // [count, kScores]
-    Range range;
-    alignas(64) float sums[kStep * W];  // [tokens, count]
-  };
-
-  struct Sum {
-    const Bits (*weights)[kStep];
-    float* to;
-    int64_t stride;
-    bool first;
-    alignas(64) Bits pairs[2][W][kStep];
-  };
-
-  void set_for(int count) {
-    if (count == count_) return;
-    settle();
+  // Registers:
+  // - 0 .. 3: results [rows, cols], [rows, cols2], [rows2, cols], [rows2, cols2]
+  // - 4, 5: left operands, with 64 bytes in a row: keys [16 tokens, 32 numbers] or weights [queries, 32 tokens]
+  // - 6, 7: right operands, with 16 rows: queries [16 pairs of numbers, queries] or values [16 pairs of tokens, 16]
+  void set_for(const Shape& shape) {
+    if (!(shape != shape_)) return;
     Config config;
     const auto set = [&](int i, int rows, int width) {
-      config.rows[i] = std::uint8_t(rows), config.bytes[i] = std::uint16_t(4 * width);
+      const bool there = rows && width;
+      config.rows[i] = std::uint8_t(there ? rows : 0), config.bytes[i] = std::uint16_t(there ? 4 * width : 0);
     };
-    for (int i : {0, 1, 2}) set(i, W, count);
-    for (int i : {3, 7}) set(i, W, W);
-    for (int i : {4, 5, 6}) set(i, count, W);
+    set(0, shape.rows, shape.cols), set(1, shape.rows, shape.cols2);
+    set(2, shape.rows2, shape.cols), set(3, shape.rows2, shape.cols2);
+    set(4, shape.rows, W), set(5, shape.rows2, W), set(6, W, shape.cols), set(7, W, shape.cols2);
     written(&config);
     _tile_loadconfig(&config);
-    count_ = count;
+    shape_ = shape;
+  }
+
+  static int64_t place(int token) { return (token / kStep * 2 * W + token % kStep / 2) * kStep; }
+
+  // 16 tokens, or 32 (kTokens) that are all there, by one half of the queries or both (kQueries).
+  template <bool kTokens, bool kQueries>
+  static void scores(const Halves& halves, const float* q, const BFloat16* row, int64_t stride, const Range& range,
+                     int64_t dim, float* to, float* to2, Ahead& ahead) {
+    alignas(64) Bits space[W][kStep];
+    alignas(64) float results[2][W * W];
+    const bool whole = kTokens || range.whole();
+    const float* q2 = q + dim / 2 * W;
+    _tile_zero(0);
+    if constexpr (kQueries) {
+      _tile_zero(1);
+    }
+    if constexpr (kTokens) {
+      _tile_zero(2);
+    }
+    if constexpr (kTokens && kQueries) {
+      _tile_zero(3);
+    }
+    for (int64_t d = 0; d < dim; d += kStep, row += kStep) {
+      const void* at = row;
+      int64_t bytes = 2 * stride;
+      if (whole)
+        touch(row, stride, kTokens ? 2 * W : W, ahead);
+      else
+        copy(row, stride, range, space), at = space, bytes = sizeof space[0];
+      _tile_loadd(6, q + d / 2 * halves.first, 4 * halves.first);
+      _tile_loadd(4, at, bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (kQueries) {
+        _tile_loadd(7, q2 + d / 2 * halves.second, 4 * halves.second);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (kTokens) {
+        _tile_loadd(5, row + W * stride, bytes);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+      if constexpr (kTokens && kQueries) {
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, whole ? to : results[0], 4 * halves.first);
+    if constexpr (kQueries) {
+      _tile_stored(1, whole ? to2 : results[1], 4 * halves.second);
+    }
+    if (!whole) {  // other tokens of the tile have scores already
+      range.copy(results[0], halves.first, to);
+      range.copy(results[1], halves.second, to2);
+    }
+    if constexpr (kTokens) {
+      _tile_stored(2, to + W * halves.first, 4 * halves.first);
+    }
+    if constexpr (kTokens && kQueries) {
+      _tile_stored(3, to2 + W * halves.second, 4 * halves.second);
+    }
   }
 
   // Line by line into L1 before a tile is loaded, whose lines would wait for each other; and on with what comes next.
-  static void touch(const BFloat16* row, int64_t stride, Ahead& ahead) {
-    for (int i = 0; i < kStep; ++i, row += stride) {
+  static void touch(const BFloat16* row, int64_t stride, int rows, Ahead& ahead) {
+    for (int i = 0; i < rows; ++i, row += stride) {
       ahead.template fetch<64>();
       (void)*reinterpret_cast<const volatile Bits*>(row);
     }
   }
 
   static void copy(const BFloat16* row, int64_t stride, const Range& range, Bits (*to)[kStep]) {
-    for (int i = 0; i < kStep; ++i) _mm512_store_si512(to[i], line(row + i * stride, range.has(i)));
+    for (int i = 0; i < W; ++i)
+      _mm512_store_si512(to[i], range.has(i) ? _mm512_loadu_si512(row + i * stride) : _mm512_setzero_si512());
     written(to);
   }
 
-  static __m512i line(const BFloat16* at, bool there) {
-    return there ? _mm512_loadu_si512(at) : _mm512_setzero_si512();
+  // Of 32 numbers of two tokens, pairs of those of even index, and of those of odd index, to a row of two tiles.
+  static void put_pair(__m512i x, __m512i y, Bits* to) {
+    const __m512i up = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0100'0000, 0x0504'0000, 0x0908'0000, 0x0d0c'0000));
+    const __m512i down = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0302, 0x0706, 0x0b0a, 0x0f0e));
+    _mm512_store_si512(to, _mm512_mask_shuffle_epi8(x, 0xcccccccccccccccc, y, up));
+    _mm512_store_si512(to + W * kStep, _mm512_mask_shuffle_epi8(y, 0x3333333333333333, x, down));
   }
 
-  // 32 rows of 32 numbers as pairs of the same number of two tokens: the even numbers, and the odd ones.
-  static void interleave(const BFloat16* row, int64_t stride, const Range& range, Bits (*to)[W][kStep], Ahead& ahead) {
-    const auto put = [&](int i, __m512i x, __m512i y) {
-      const __m512i up = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0100'0000, 0x0504'0000, 0x0908'0000, 0x0d0c'0000));
-      const __m512i down = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0302, 0x0706, 0x0b0a, 0x0f0e));
-      _mm512_store_si512(to[0][i], _mm512_mask_shuffle_epi8(x, 0xcccccccccccccccc, y, up));
-      _mm512_store_si512(to[1][i], _mm512_mask_shuffle_epi8(y, 0x3333333333333333, x, down));
-    };
-    if (range.whole())
-      for (int i = 0; i < W; ++i, row += 2 * stride) {
-        ahead.template fetch<128>();
-        put(i, line(row, true), line(row + stride, true));
+  // The same of the second token alone, or of the first.
+  static void put_one(__m512i x, bool second, Bits* to) {
+    const __mmask32 places = second ? 0xaaaaaaaa : 0x55555555;
+    _mm512_mask_storeu_epi16(to, places, second ? _mm512_slli_epi32(x, W) : x);
+    _mm512_mask_storeu_epi16(to + W * kStep, places, second ? x : _mm512_srli_epi32(x, W));
+  }
+
+  static V round(V x) { return (V)_mm512_roundscale_ps((__m512)x, _MM_FROUND_NO_EXC); }
+
+  // Of up to 16 queries, a lane each: scores [kChunk, count].
+  static void weigh(const Operator& op, int count, const View* views, int begin, int end, float* score, float* lse,
+                    float* totals) {
+    const auto there = __mmask16((1u << count) - 1);
+    const auto put = [&](int t, V x) { _mm512_mask_storeu_ps(score + t * count, there, (__m512)x); };
+    const bool bent = op.softcap > 0 || op.slopes || op.scale <= 0;
+    const float factor = bent ? 1 : op.scale * kUnit;
+    const V most = see(op, bent, count, views, begin, end, score, put);
+    const V top = most * factor, least = set(-__FLT_MAX__), near = top > least ? top : V{};
+    const V shift = round(near / kApart) * kApart, n = round(near - shift) - 1.0f;
+    for (int t = begin & -kStep; t < begin; ++t) put(t, set(kNone));
+    for (int t = end; t % kStep; ++t) put(t, set(kNone));
+    const __m512i both = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const auto ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    V total = {};
+    for (int from = begin & -kStep; from < end; from += kStep) {
+      float* const at = score + from * count;
+      __m512i r[W];  // pairs of tokens
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        const V x = power(fma(attention::load(at + 2 * i * count), set(factor), -shift), n);
+        const V y = power(fma(attention::load(at + (2 * i + 1) * count), set(factor), -shift), n);
+        r[i] = _mm512_permutexvar_epi16(both, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
+        total = (V)_mm512_dpbf16_ps((__m512)total, (__m512bh)r[i], ones);
       }
-    else
-      for (int i = 0; i < W; ++i, row += 2 * stride)
-        put(i, line(row, range.has(2 * i)), line(row + stride, range.has(2 * i + 1)));
-    written(to);
-  }
-
-  // Scores [32 tokens, count] to [count, kScores], where tokens are there.
-  void put_scores(const Score& one) const {
-    const float* at = one.sums;
-    for (int half = 0; half < 2; ++half, at += W * count_)
-      for (int g = 0; g < count_; g += 4) {
-        const auto four = [&](int token) { return _mm_loadu_ps(at + token * count_ + g); };
-        V x[4];
-        for (int i = 0; i < 4; ++i) {  // in each four lanes, a token's scores
-          __m512 y = _mm512_castps128_ps512(four(i));
-          y = _mm512_insertf32x4(y, four(i + 4), 1);
-          y = _mm512_insertf32x4(y, four(i + 8), 2);
-          x[i] = (V)_mm512_insertf32x4(y, four(i + 12), 3);
-        }
-        const __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), b = (__m512d)_mm512_unpacklo_ps(x[2], x[3]);
-        const __m512d c = (__m512d)_mm512_unpackhi_ps(x[0], x[1]), d = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
-        const __m512d y[] = {_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b), _mm512_unpacklo_pd(c, d),
-                             _mm512_unpackhi_pd(c, d)};
-        for (int i = 0; i < 4 && g + i < count_; ++i)
-          _mm512_mask_storeu_ps(one.to + (g + i) * kScores + half * W, one.range.mask(half), (__m512)y[i]);
-      }
-  }
-
-  static void put_sum(const Sum& one) {
-    if (one.first) {
-      _tile_zero(5);
-      _tile_zero(6);
-    } else {
-      _tile_loadd(5, one.to, 4 * one.stride);
-      _tile_loadd(6, one.to + W, 4 * one.stride);
+      transpose(r);
+      for (int g = 0; g < count; ++g) _mm512_store_si512(at + g * W, r[g]);
     }
-    _tile_loadd(4, one.weights, sizeof one.weights[0]);
-    _tile_loadd(3, one.pairs[0], sizeof one.pairs[0][0]);
-    _tile_dpbf16ps(5, 4, 3);
-    _tile_loadd(7, one.pairs[1], sizeof one.pairs[0][0]);
-    _tile_dpbf16ps(6, 4, 7);
-    _tile_stored(5, one.to, 4 * one.stride);
-    _tile_stored(6, one.to + W, 4 * one.stride);
+    _mm512_mask_storeu_ps(totals, there, (__m512)(total < 1.0f ? set(1) : total));
+    _mm512_mask_storeu_ps(lse, there, (__m512)(top > least ? (shift + n) * 0.693147180f : top));
   }
 
-  static constexpr int kSlots = 4, kDelay = 2;
+  // As kernel.h's `see`, of queries in lanes: each one's highest score. Scores are left as they are where they are only
+  // to be scaled.
+  template <class Put>
+  static V see(const Operator& op, bool bent, int count, const View* views, int begin, int end, float* score, Put put) {
+    V low = {}, high = {}, self = {}, slope = {}, most = set(kNone);
+    bool whole = true;
+    for (int g = 0; g < count; ++g) {
+      const View& view = views[g];
+      low[g] = float(view.low), high[g] = float(view.high), self[g] = view.self, slope[g] = view.slope;
+      whole = whole && view.low <= begin && view.high >= end;
+    }
+    if (!bent && whole) {
+      V tops[] = {most, most, most, most};  // or each would wait for the one before it
+      int t = begin;
+      for (; t + 4 <= end; t += 4)
+        for (int i = 0; i < 4; ++i) tops[i] = max(tops[i], attention::load(score + (t + i) * count));
+      for (; t < end; ++t) most = max(most, attention::load(score + t * count));
+      return max(max(most, max(tops[0], tops[1])), max(tops[2], tops[3]));
+    }
+    for (int t = begin; t < end; ++t) {
+      V x = attention::load(score + t * count);
+      if (bent) {
+        x = x * op.scale;
+        if (op.softcap > 0) x = tanh(x / op.softcap) * op.softcap;
+        if (op.slopes) x += slope * (float(t) - self);
+        x = x * kUnit;
+      }
+      x = (set(float(t)) >= low) & (set(float(t)) < high) ? x : set(kNone);
+      most = max(most, x);
+      put(t, x);
+    }
+    return most;
+  }
 
-  int count_ = 0;  // queries that the registers are set for
-  int64_t scored_ = 0, weighed_ = 0, added_ = 0;
-  Score scores_[kSlots];
-  Sum sums_[kSlots];
-  alignas(64) Bits weights_[kSlots][W][kStep];
+  // 32 numbers of o, by one half of the queries or both.
+  template <bool kQueries>
+  static void sums(const Halves& halves, const float* weight, const Bits* values, int begin, int end, float* o,
+                   int64_t stride) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (kQueries) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int from = begin & -kStep; from < end; from += kStep) {
+      const Bits* const at = values + place(from);
+      _tile_loadd(4, weight + from * halves.first, sizeof at[0] * kStep);
+      _tile_loadd(6, at, sizeof at[0] * kStep);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, at + W * kStep, sizeof at[0] * kStep);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (kQueries) {
+        _tile_loadd(5, weight + W * kScores + from * halves.second, sizeof at[0] * kStep);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, o, 4 * stride);
+    _tile_stored(1, o + W, 4 * stride);
+    if constexpr (kQueries) {
+      _tile_stored(2, o + W * stride, 4 * stride);
+      _tile_stored(3, o + W * stride + W, 4 * stride);
+    }
+  }
+
+  Shape shape_{};
 };

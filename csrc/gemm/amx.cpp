@@ -17,11 +17,18 @@
 namespace lamina::gemm::amx {
 namespace {
 
+#include "transpose512.h"
+
 constexpr std::size_t kDepth = 32, kBytes = 64;  // of k in a tile
 constexpr std::size_t kTile = 16;  // rows of a tile
 static_assert(kRowsPrepared % kTile == 0, "tiles are prepared whole");
 constexpr std::size_t kWide = 2 * kTile;  // columns of y at once
-constexpr std::size_t kInL2 = 5 << 18;  // bytes of x
+constexpr std::size_t kInL2 = 5 << 18;  // bytes of x, of few rows
+constexpr std::size_t kManyRows = 128;
+// What is multiplied at once then: rows, columns and slices of k, which stay in L2 with their sums.
+constexpr std::size_t kBlockRows = 256, kBlockCols = 256, kBlockSlices = 32;
+
+using Sums = float[2][2][kTile][kTile];  // of columns of y, `kWide` of them, by rows of two tiles of x
 
 // Registers:
 // - 0, 1: w [16 columns of y, 64 bytes]
@@ -53,30 +60,13 @@ const std::uint32_t* laid_out(const Problem& p, std::size_t first) {
   return reinterpret_cast<const std::uint32_t*>(p.x) + first * slices(p) * kTile;
 }
 
-Plan plan(const Problem& p) { return {kWide, p.rows * slices(p) * kTile, 0}; }
+// Rows that are multiplied in blocks: whole pairs of tiles, where there are many.
+std::size_t in_blocks(const Problem& p) {
+  return p.packed && p.rows >= kManyRows ? p.rows / (2 * kTile) * 2 * kTile : 0;
+}
 
-// Dwords [16, 16], a row in a register, become [16, 16]^T.
-inline void transpose(__m512i (&r)[kTile]) {
-  __m512i t[kTile];
-  for (std::size_t i = 0; i < kTile; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (std::size_t i = 0; i < kTile; i += 4)
-    for (std::size_t j = 0; j < 2; ++j) {
-      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (std::size_t j = 0; j < 4; ++j) {  // quarter q of r[i + j] is column 4 q + j of rows i .. i + 3
-    const __m512i even = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), odd = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
-    const __m512i even8 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
-    const __m512i odd8 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
-    t[j] = _mm512_shuffle_i32x4(even, even8, 0x88);
-    t[4 + j] = _mm512_shuffle_i32x4(odd, odd8, 0x88);
-    t[8 + j] = _mm512_shuffle_i32x4(even, even8, 0xdd);
-    t[12 + j] = _mm512_shuffle_i32x4(odd, odd8, 0xdd);
-  }
-  for (std::size_t i = 0; i < kTile; ++i) r[i] = t[i];
+Plan plan(const Problem& p) {
+  return {kWide, p.rows * slices(p) * kTile, std::min(in_blocks(p), kBlockRows) * kBlockCols};
 }
 
 void prepare(const Problem& p, const void* x, std::size_t begin, std::size_t end, float* to) {
@@ -175,28 +165,31 @@ void products(const Problem& p, std::size_t n, std::size_t first, std::size_t le
   }
 }
 
-// Sums [16 columns of y from n on, 16 rows] as `rows` rows of y from `m` on, with the bias.
-void store(const Problem& p, const float (*sums)[kTile], std::size_t m, std::size_t rows, std::size_t n) {
-  const __mmask16 some = p.cols - n >= kTile ? ~__mmask16(0) : static_cast<__mmask16>((1u << (p.cols - n)) - 1);
-  written(sums);
-  __m512i r[kTile];
-  for (std::size_t i = 0; i < kTile; ++i) r[i] = _mm512_loadu_si512(sums[i]);
+// Sums of `kWide` columns of y from n on, by 16 rows: `low` and `high` [16 columns, 16 rows]. They become `rows` rows of
+// y from `m` on, with the bias.
+void store(const Problem& p, const float (*low)[kTile], const float (*high)[kTile], std::size_t m, std::size_t rows,
+           std::size_t n) {
+  const std::size_t cols = std::min(kWide, p.cols - n);
+  const auto column = [&](std::size_t i) {
+    const __m512 sums = _mm512_load_ps(i < kTile ? low[i] : high[i - kTile]);
+    return p.b && i < cols ? _mm512_add_ps(sums, _mm512_set1_ps(to_float(static_cast<const Bf16*>(p.b)[n + i]))) : sums;
+  };
+  const __m512i both = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                        5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  written(low), written(high);
+  __m512i r[kTile];  // a pair of columns each
+  for (std::size_t i = 0; i < kTile; ++i)
+    r[i] = _mm512_permutexvar_epi16(both, (__m512i)_mm512_cvtne2ps_pbh(column(2 * i + 1), column(2 * i)));
   transpose(r);
-  __m512 bias = _mm512_setzero_ps();
-  if (p.b) {
-    const __m256i b = _mm256_maskz_loadu_epi16(some, static_cast<const Bf16*>(p.b) + n);
-    bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
-  }
-  for (std::size_t i = 0; i < rows; ++i) {
-    const __m512 sum = _mm512_castsi512_ps(r[i]), y = p.b ? _mm512_add_ps(sum, bias) : sum;
-    _mm256_mask_storeu_epi16(static_cast<Bf16*>(p.y) + (m + i) * p.cols + n, some, (__m256i)_mm512_cvtneps_pbh(y));
-  }
+  const __mmask32 some = cols == kWide ? ~__mmask32(0) : (__mmask32(1) << cols) - 1;
+  auto* const y = static_cast<Bf16*>(p.y) + m * p.cols + n;
+  for (std::size_t i = 0; i < rows; ++i) _mm512_mask_storeu_epi16(y + i * p.cols, some, r[i]);
 }
 
 // Rows [begin, end) of x and some columns of y. All of these rows meet some columns before the next ones, at most
 // 2 * kTile at once. All of them fetch their part of what comes next.
 void block(const Problem& p, std::size_t begin, std::size_t end, std::size_t from, std::size_t to) {
-  float sums[2][2][kTile][kTile];
+  alignas(64) float sums[2][2][kTile][kTile];
   const std::size_t times = (end - begin + 2 * kTile - 1) / (2 * kTile), lines = (kWide + times - 1) / times;
   std::size_t set_for = 0;  // rows of x
   for (std::size_t n = from; n < to; n += kWide) {
@@ -211,20 +204,85 @@ void block(const Problem& p, std::size_t begin, std::size_t end, std::size_t fro
         set_for = rows;
       }
       (right ? products<true> : products<false>)(p, n, first, left, right, ahead, lines, sums);
-      for (std::size_t i = 0; i < 2 && n + i * kTile < to; ++i) {
-        store(p, sums[i][0], first, left, n + i * kTile);
-        if (right) store(p, sums[i][1], first + kTile, right, n + i * kTile);
-      }
+      store(p, sums[0][0], sums[1][0], first, left, n);
+      if (right) store(p, sums[0][1], sums[1][1], first + kTile, right, n);
     }
   }
 }
 
-// As many rows of x as stay in L2 meet all columns before the next ones: up to some hundred, w comes from memory once.
-void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
+// As `products` of packed columns and two whole tiles of x, for `count` slices from `slice` on. They are added to what
+// `sums` has, unless these are the first slices. x is brought from L2 a little before it is used, `ahead` to L2.
+void add_products(const Problem& p, std::size_t n, std::size_t first, std::size_t slice, std::size_t count,
+                  const char* ahead, std::size_t lines, Sums& sums) {
+  const char* w = panel(p, n) + slice * kWide * kBytes;
+  const std::uint32_t* a = laid_out(p, first) + slice * kTile * kTile;
+  const std::uint32_t* b = laid_out(p, first + kTile) + slice * kTile * kTile;
+  if (slice) {
+    _tile_loadd(4, sums[0][0], kBytes);
+    _tile_loadd(5, sums[0][1], kBytes);
+    _tile_loadd(6, sums[1][0], kBytes);
+    _tile_loadd(7, sums[1][1], kBytes);
+  } else {
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+  }
+  for (; count; --count, w += kWide * kBytes, a += kTile * kTile, b += kTile * kTile) {
+    for (std::size_t i = 0; i < lines; ++i, ahead += kBytes) __builtin_prefetch(ahead, 0, 2);
+    for (std::size_t i = 2 * kTile; i < 3 * kTile; ++i) {
+      __builtin_prefetch(a + i * kTile, 0, 3);
+      __builtin_prefetch(b + i * kTile, 0, 3);
+    }
+    _tile_loadd(2, a, kBytes);
+    _tile_loadd(0, w, kBytes);
+    _tile_dpbf16ps(4, 0, 2);
+    _tile_loadd(3, b, kBytes);
+    _tile_dpbf16ps(5, 0, 3);
+    _tile_loadd(1, w + kTile * kBytes, kBytes);
+    _tile_dpbf16ps(6, 1, 2);
+    _tile_dpbf16ps(7, 1, 3);
+  }
+  _tile_stored(4, sums[0][0], kBytes);
+  _tile_stored(5, sums[0][1], kBytes);
+  _tile_stored(6, sums[1][0], kBytes);
+  _tile_stored(7, sums[1][1], kBytes);
+}
+
+// Many rows, of packed w: block by block, each of which comes from beyond L2 once.
+void blocks(const Problem& p, std::size_t rows, std::size_t from, std::size_t to, Sums* sums) {
+  const Config config(kTile, kTile);
+  written(&config);
+  _tile_loadconfig(&config);
+  const std::size_t all = slices(p);
+  for (std::size_t begin = 0; begin < rows; begin += kBlockRows)
+    for (std::size_t left = from; left < to; left += kBlockCols) {
+      const std::size_t end = std::min(begin + kBlockRows, rows), right = std::min(left + kBlockCols, to);
+      const std::size_t times = (end - begin) / (2 * kTile);
+      for (std::size_t slice = 0; slice < all; slice += kBlockSlices) {
+        const std::size_t count = std::min(kBlockSlices, all - slice), lines = (kWide + times - 1) / times;
+        for (std::size_t n = left; n < right; n += kWide) {
+          const char* ahead = n + kWide < right ? panel(p, n + kWide) + slice * kWide * kBytes
+                                                : panel(p, left) + (slice + count) * kWide * kBytes;
+          Sums* at = sums + (n - left) / kWide * times;
+          for (std::size_t first = begin; first < end; first += 2 * kTile, ++at, ahead += lines * count * kBytes) {
+            add_products(p, n, first, slice, count, ahead, lines, *at);
+            if (slice + count < all) continue;
+            store(p, (*at)[0][0], (*at)[1][0], first, kTile, n);
+            store(p, (*at)[0][1], (*at)[1][1], first + kTile, kTile, n);
+          }
+        }
+      }
+    }
+}
+
+// As many rows of x as stay in L2 meet all columns before the next ones: of few rows, w comes from memory once.
+void columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
   written(p.x);
+  std::size_t first = in_blocks(p);
+  if (first) blocks(p, first, begin, end, reinterpret_cast<Sums*>(scratch));
   const std::size_t kept = std::max<std::size_t>(1, kInL2 / (2 * kTile * slices(p) * kBytes)) * 2 * kTile;
-  for (std::size_t first = 0; first < p.rows; first += kept)
-    block(p, first, std::min(first + kept, p.rows), begin, end);
+  for (; first < p.rows; first += kept) block(p, first, std::min(first + kept, p.rows), begin, end);
   _tile_release();
 }
 

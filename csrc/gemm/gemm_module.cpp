@@ -47,7 +47,7 @@ struct Engine {
     }
     for (auto& s : scratch) reserve(s, plan.scratch);
     each_piece(p, plan, [&](std::size_t begin, std::size_t end, std::size_t thread) {
-      kernel.columns(p, begin, end, scratch[thread].data());
+      kernel.columns(p, begin, end, aligned(scratch[thread]));
     });
   }
 
@@ -94,10 +94,15 @@ struct Engine {
     });
   }
 
+  static constexpr std::size_t kAlign = 64;
+
   // Room for `floats`, at a multiple of 64 bytes.
   static float* reserve(std::vector<float>& memory, std::size_t floats) {
-    constexpr std::size_t kAlign = 64;
     if (memory.size() < floats + kAlign / sizeof(float)) memory.resize(floats + kAlign / sizeof(float));
+    return aligned(memory);
+  }
+
+  static float* aligned(std::vector<float>& memory) {
     const auto at = reinterpret_cast<std::uintptr_t>(memory.data());
     return reinterpret_cast<float*>((at + kAlign - 1) / kAlign * kAlign);
   }

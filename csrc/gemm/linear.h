@@ -73,7 +73,8 @@ struct Kernel {
   Plan (*plan)(const Problem&);
   // Rows [begin, end) of x, begin in multiples of kRowsPrepared. `to`: 64-byte aligned, afterwards Problem::x.
   void (*prepare)(const Problem&, const void* x, std::size_t begin, std::size_t end, float* to);
-  void (*columns)(const Problem&, std::size_t begin, std::size_t end, float* scratch);  // [begin, end) of y
+  // [begin, end) of y. `scratch`: 64-byte aligned.
+  void (*columns)(const Problem&, std::size_t begin, std::size_t end, float* scratch);
 };
 
 // An order of weights by which a variant is faster. Results have the same bits.

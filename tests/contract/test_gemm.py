@@ -219,6 +219,7 @@ AT_THE_END = """
 
     engine, kept = Engine(2, sys.argv[1]), []
     SHAPES = (1, 1, 1), (1, 9, 33), (2, 8, 31), (3, 5, 64), (7, 11, 97), (17, 13, 70), (33, 34, 65), (66, 33, 70)
+    SHAPES += ((131, 33, 70),)
     for kind, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         for rows, cols, k in SHAPES:
             one = [torch.ones(shape, dtype=dtype) for shape in ((rows, k), (cols, k), (cols,), (rows, cols))]

@@ -12,7 +12,7 @@ class Pairs {
  public:
   static constexpr int kMost = 8, kStep = 2 * W;
   static constexpr float kUnit = 1.44269504f;
-  static constexpr bool kLate = true;
+  static constexpr bool kLate = true, kByHead = false;
 
   static int64_t width(int64_t dim) { return 2 * Product::kParts * padded(dim); }
 
@@ -55,12 +55,8 @@ class Pairs {
     });
   }
 
-  static void settle() {}
-
  private:
   static constexpr int kKeys = 8;  // at once
-  // Scores less a multiple of this are near 0, whatever they are; it is most often 0 itself.
-  static constexpr float kApart = 64;
 
   template <class F>
   static void by_count(int count, F f) {
@@ -79,14 +75,6 @@ class Pairs {
   // The first of `left` numbers, then zeros; nothing is read beyond them.
   static __m512i line(const BFloat16* at, int64_t left) {
     return left >= kStep ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16((__mmask32(1) << left) - 1, at);
-  }
-
-  // 2^(x - n) to 1e-4 of it, whose last bits x alone decides; 0 where it is no normal number.
-  static V power(V x, V n) {
-    const V y = max(set(-200), x), k = (V)_mm512_roundscale_ps((__m512)y, _MM_FROUND_NO_EXC), r = y - k;
-    V p = set(0.05500895f);
-    for (float c : {0.24221101f, 0.69328293f, 1.0f}) p = fma(p, r, set(c));
-    return (V)_mm512_scalef_ps((__m512)p, (__m512)(k - n));
   }
 
   // Four rows of 32 numbers to vectors as `load` makes them, of which the four places of a pair have those of four rows.
