@@ -90,14 +90,14 @@ def prefix_keys(parent: bytes, first: int, tokens: Sequence[int]) -> Iterator[by
     with these. ``parent``: the key of what is before, which are ``first`` tokens, a multiple of KEY_TOKENS. Raises
     OverflowError for a token that does not fit in 32 bits.
     """
-    words = array("I", tokens)
+    words, step = array("I", tokens), 4 * KEY_TOKENS
     if sys.byteorder == "big":
         words.byteswap()
-    for at in range(0, len(words), KEY_TOKENS):
-        data, which = words[at : at + KEY_TOKENS].tobytes(), (first + at).to_bytes(_LENGTH_BYTES, "little")
-        sizes = len(parent), len(data)
-        before, after = (size.to_bytes(_LENGTH_BYTES, "little") for size in sizes)  # as ``_joined`` does, in less time
-        parent = sha256(b"%b%b%b%b%b%b%b" % (_PAGE_TAG, before, parent, _EIGHT, which, after, data)).digest()
+    data, head = words.tobytes(), _PAGE_TAG + len(parent).to_bytes(_LENGTH_BYTES, "little")
+    for at in range(0, len(data), step):  # fields as ``_joined`` joins them, in less time
+        some, number = data[at : at + step], (first + at // 4).to_bytes(_LENGTH_BYTES, "little")
+        after = len(some).to_bytes(_LENGTH_BYTES, "little")
+        parent = sha256(b"%b%b%b%b%b%b" % (head, parent, _EIGHT, number, after, some)).digest()
         yield parent
 
 
