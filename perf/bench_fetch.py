@@ -24,7 +24,7 @@ from common import cpu_pressure, record, spread
 from peers.child import Child
 
 from lamina import netstack
-from lamina.config.engine_config import KVOptions
+from lamina.config.engine_config import Deadlines, KVOptions
 from lamina.config.partition import by_head
 from lamina.ops.attention.spec import AttentionSpec
 from lamina.protocol.control import Address
@@ -60,8 +60,8 @@ class Prefiller:
     def meet(self, urls: list[str]) -> None:
         peers = [Address(url, f"p{number}") for number, url in enumerate(urls)]
         source = cached_prefixes(self._store, ConnectPrefillPeers(peers=peers, own_index=self._number))
-        self._own = PrefixFetch(self._store, source, self._view, WAIT_S)
-        self._own.connect(WAIT_S, self._door)
+        self._own = PrefixFetch(self._store, source, self._view, Deadlines(step_timeout_s=WAIT_S))
+        self._own.connect(self._door)
         if self._number == 0:
             self._begin([New(1)], [RowRange(1, 0, self._most)])
 

@@ -327,6 +327,7 @@ class WorkerGroup:
                 peers=peers,
                 prefix_readers=readers if member in attending else [],
                 parity_peers=parity_peers(self._memory_of(rank), own) if place and self.topology.kv_parity else [],
+                start_timeout_s=self._config.deadlines.start_timeout_s,
             )
             self._registry.send(member, message)
 

@@ -189,6 +189,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     # With ``storage`` and --kv-parity, to a memory worker: the parity worker of its rank. To that one: all others, to
     # which it connects, and itself. Empty: there are none.
     parity_peers: list[TransferPeer] = []
+    start_timeout_s: float = Deadlines().start_timeout_s  # for these peers to connect
 
 
 class Quiesce(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):

@@ -140,10 +140,10 @@ class MemoryWorker:
         """
         fabric = self._enter_epoch(meeting.epoch, net)
         self._counters.add("connects", 1)
-        links = self._links = PeerLinks(fabric, meeting.peers, self._runtime)
         names = [TransferPeer(name, is_awaited=True) for name in meeting.prefix_readers]
-        readers = PeerLinks(fabric, names, self._runtime)
-        parity = self._parity_links = PeerLinks(fabric, meeting.parity_peers, self._runtime)
+        each = (meeting.peers, names, meeting.parity_peers)
+        links, readers, parity = (PeerLinks(fabric, x, self._runtime, meeting.start_timeout_s) for x in each)
+        self._links, self._parity_links = links, parity
         self._pages = self._parity = None
 
         def accept() -> Channel | None:

@@ -30,7 +30,7 @@ class KvSender(MemoryWorkerClient):
     ) -> None:
         super().__init__(channel, worker, timeout_s, trace, number)
         self._link = TransferLink(f"memory worker {self.number}", timeout_s, around=around)
-        self._link.attach(channel, threaded=False)
+        self._link.attach(channel)
         self._step = self._part = -1  # sent last
         self._stored: Transfer | None = None  # the confirmation of the step that is waited for
 

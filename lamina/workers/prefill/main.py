@@ -125,14 +125,14 @@ class PrefillServer(ModelServer):
         if order.memory:
             reader = stored_prefix_reader(self.start.name)
             stored = stored_prefixes(self._store, order, cut.partition, self._own_slices.start, reader)
-            self._add_prefix_fetch(stored, fabric).connect(deadlines.start_timeout_s)
+            self._add_prefix_fetch(stored, fabric).connect()
         if order.peers and self._prefix_listener is not None:
             cached = cached_prefixes(self._store, order, self.trace)
-            self._add_prefix_fetch(cached, fabric).connect(deadlines.start_timeout_s, self._prefix_listener)
+            self._add_prefix_fetch(cached, fabric).connect(self._prefix_listener)
 
     def _add_prefix_fetch(self, source: PrefixSource, fabric: EpochFabric) -> PrefixFetch:
         """Return a fetch that is still to connect. It is stopped even if it cannot."""
-        fetch = PrefixFetch(self._store, source, fabric, self.start.deadlines.step_timeout_s, self.runtime, self.trace)
+        fetch = PrefixFetch(self._store, source, fabric, self.start.deadlines, self.runtime, self.trace)
         self._attention.add_prefix_fetch(fetch)
         return fetch
 

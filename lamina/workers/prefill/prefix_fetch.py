@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from lamina.config.engine_config import Deadlines
 from lamina.netstack import Geometry, ListenTerms, PeerFault
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.control import TransferPeer
@@ -104,24 +105,23 @@ class PrefixFetch:
         store: KvStore,
         source: PrefixSource,
         fabric: EpochFabric,
-        timeout_s: float,
+        deadlines: Deadlines,
         around: Runtime = RUNTIME,
         trace: Recorder = NULL_RECORDER,
     ) -> None:
-        """``timeout_s``: of a step."""
         self._store, self._source, self._fabric = store, source, fabric
-        self._timeout_s, self._trace = timeout_s, trace
-        self._links = PeerLinks(fabric, source.peers, around)
+        self._timeout_s, self._trace = deadlines.step_timeout_s, trace
+        self._links = PeerLinks(fabric, source.peers, around, deadlines.start_timeout_s)
         self._pending: _PendingFetch | None = None
 
-    def connect(self, limit_s: float, listener: EpochListener | None = None) -> None:
+    def connect(self, listener: EpochListener | None = None) -> None:
         """Connect to each of the workers in the background, and accept at ``listener`` those that connect, too. Raises
         ChannelError.
         """
         source, silence_s = self._source, (GRANTS_AHEAD + 1) * self._timeout_s  # steps that may be computed first
-        self._links.open(silence_s, limit_s, limit_s, source.answer, source.inboxes, self._store.device)
+        self._links.open(silence_s, source.answer, source.inboxes, self._store.device)
         while listener is not None and self._links.num_missing:
-            channel = self._fabric.accept(listener, limit_s)
+            channel = self._fabric.accept(listener, self._links.start_s)
             if not self._links.accept(channel):
                 raise PeerFault(f"{channel.peer_name!r} has connected, and is not expected")
 

@@ -15,6 +15,7 @@ import torch
 from memory_peer import WAIT_S, bind, shape
 
 from lamina import netstack
+from lamina.config.engine_config import Deadlines
 from lamina.netstack import Channel, Geometry, PeerFault, Terms
 from lamina.protocol.control import Address
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers, PrefixRequest
@@ -45,6 +46,7 @@ from lamina.workers.prefill.prefix_fetch import (
 from lamina.workers.runtime import Runtime
 
 CPU = torch.device("cpu")
+DEADLINES = Deadlines(start_timeout_s=WAIT_S, step_timeout_s=WAIT_S)
 LAYERS = [shape(), shape(dim=32), shape(kv_heads=2)]
 STORED = 48  # tokens of sequence 1, which the first worker has
 
@@ -65,8 +67,8 @@ class Prefiller:
 
     def meet(self, order: ConnectPrefillPeers) -> None:
         source = cached_prefixes(self.store, order)
-        self.own = PrefixFetch(self.store, source, self.view, WAIT_S, Runtime(start=self._start))
-        self.own.connect(WAIT_S, self.door)
+        self.own = PrefixFetch(self.store, source, self.view, DEADLINES, Runtime(start=self._start))
+        self.own.connect(self.door)
 
     def _start(self, work: Callable[[], None], name: str) -> None:
         lender = threading.Thread(target=work, name=name, daemon=True)

@@ -12,6 +12,7 @@ from memory_peer import WAIT_S, bind, shape
 from msgspec.structs import replace
 
 from lamina import netstack
+from lamina.config.engine_config import Deadlines
 from lamina.config.partition import PARTITIONS, by_head
 from lamina.netstack import ListenTerms
 from lamina.protocol.control import Address, TransferPeer
@@ -38,6 +39,7 @@ from lamina.workers.prefill.prefix_fetch import PrefixFetch
 from lamina.workers.prefill.stored_prefixes import stored_prefixes
 
 CPU = torch.device("cpu")
+DEADLINES = Deadlines(start_timeout_s=WAIT_S, step_timeout_s=WAIT_S)
 LAYERS = [shape(kv_heads=4), shape(kv_heads=2), shape(kv_heads=4)]
 STORED, BLOCK = 448, 16  # tokens that memory workers have
 PLACE = KvLocation(1)
@@ -66,8 +68,8 @@ class Pools:
         self.low, self.split = low, split
         order = ConnectPrefillPeers(memory=[Address(door.url, f"m{n}") for n, door in enumerate(doors)])
         source = stored_prefixes(self.store, order, split, low, "p/stored")
-        self.own = PrefixFetch(self.store, source, self.views[-1], WAIT_S)
-        self.own.connect(WAIT_S)
+        self.own = PrefixFetch(self.store, source, self.views[-1], DEADLINES)
+        self.own.connect()
         for number, door in enumerate(doors):
             assert self.links[number].accept(self.views[number].accept(door, WAIT_S))
 

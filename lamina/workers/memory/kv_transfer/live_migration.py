@@ -37,7 +37,7 @@ class LiveMigration:
         self._store, self._links, self._epoch, self._report, self._meter = store, links, epoch, report, meter
         self._last = -1  # the copy that a plan has named last
         each = inbox(max_block_bytes(store))
-        links.open(SILENCE_S, CONNECT_TIMEOUT_S, CONNECT_TIMEOUT_S, inboxes=(each, each), device=store.device)
+        links.open(SILENCE_S, inboxes=(each, each), device=store.device, connect_s=CONNECT_TIMEOUT_S)
 
     def drop_cancelled(self, plan: StepPlan) -> None:
         """Stop receiving copies that end with a plan, before it is applied. Reports them to the driver, which waits for

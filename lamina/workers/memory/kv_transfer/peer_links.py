@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from lamina.config.engine_config import Deadlines
 from lamina.netstack import Channel, ChannelError, Geometry, Terms
 from lamina.protocol.control import TransferPeer
 from lamina.workers.device_selection import CPU
@@ -17,6 +18,7 @@ from lamina.workers.runtime import RUNTIME, Runtime
 from .transfer_link import TransferLink, TransferPart, inbox
 
 log = logging.getLogger(__name__)
+START_S = Deadlines().start_timeout_s
 
 
 class PeerLinks:
@@ -24,9 +26,17 @@ class PeerLinks:
     thread uses it. It does nothing before ``open``.
     """
 
-    def __init__(self, fabric: EpochFabric, peers: Sequence[TransferPeer], around: Runtime = RUNTIME) -> None:
-        """``peers``: by number."""
-        self._fabric, self._peers, self._runtime = fabric, peers, around
+    def __init__(
+        self,
+        fabric: EpochFabric,
+        peers: Sequence[TransferPeer],
+        around: Runtime = RUNTIME,
+        start_s: float = START_S,
+    ) -> None:
+        """``peers``: by number. ``start_s``: seconds for them to connect, since they may still start; the epoch's end
+        also ends it.
+        """
+        self._fabric, self._peers, self._runtime, self.start_s = fabric, peers, around, start_s
         self.by_number: dict[int, TransferLink] = {}  # for requests of this worker
         self._accepting: dict[str, TransferLink] = {}  # by the name of a peer that connects
         self._awaited = {peer.name for peer in peers if peer.is_awaited}
@@ -51,7 +61,7 @@ class PeerLinks:
             return False
         self._due.discard(channel.peer_name)
         if self.by_number:
-            self._accepting[channel.peer_name].attach(channel)
+            self._accepting[channel.peer_name].serve(channel)
         else:
             self._waiting.append(channel)
         return True
@@ -59,16 +69,19 @@ class PeerLinks:
     def open(
         self,
         silence_s: float,
-        connect_s: float,
-        accept_s: float,
         answer: Callable[[bytes], Iterable[TransferPart]] | None = None,
         inboxes: tuple[Geometry, Geometry] | None = None,
         device: torch.device = CPU,
+        *,
+        connect_s: float = math.inf,
+        accept_s: float = math.inf,
     ) -> None:
         """Connect in the background, and use all channels. ``connect_s``: seconds until a transfer to a peer without a
-        channel fails. ``accept_s``: seconds for peers to connect. ``inboxes``: of the worker that is connected to, and
-        of the one that connects; None: for parts that are no blocks. Others: as in TransferLink.
+        channel fails. ``accept_s``: seconds for peers to connect. Both are at most ``start_s``. ``inboxes``: of the
+        worker that is connected to, and of the one that connects; None: for parts that are no blocks. Others: as in
+        TransferLink.
         """
+        connect_s = min(connect_s, self.start_s)
 
         def link(peer: TransferPeer) -> TransferLink:
             return TransferLink(peer.name, silence_s, device, answer, self._runtime, connect_s)
@@ -77,7 +90,7 @@ class PeerLinks:
             if not peer.is_receiver:
                 self.by_number[number] = link(peer)
                 self._accepting[peer.name] = link(peer) if peer.connects else self.by_number[number]
-        self._deadline = self._runtime.clock() + accept_s
+        self._deadline = self._runtime.clock() + min(accept_s, connect_s)
         for channel in self._waiting:
             self.accept(channel)
         if any(peer.connects for peer in self._peers):
@@ -100,7 +113,7 @@ class PeerLinks:
             if peer.connects:
                 terms = Terms(outbound=outbound, inbound=inbound, name=own, peer=peer.name, key=peer.key)
                 try:
-                    self.by_number[number].attach(self._fabric.connect(peer.url, terms, timeout_s=timeout_s))
+                    self.by_number[number].serve(self._fabric.connect(peer.url, terms, timeout_s=timeout_s))
                 except Exception as e:  # any error: else a transfer would wait for ever
                     if not isinstance(e, ChannelError):
                         log.exception("%s cannot be connected to", peer.name)

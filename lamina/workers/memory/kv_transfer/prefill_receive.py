@@ -76,7 +76,7 @@ class PrefillReceiver:
     def add_sender(self, channel: Channel) -> None:
         """Add the channel of the next prefill worker."""
         self._links.append(TransferLink(f"prefill worker {len(self._links)}", SILENCE_S))
-        self._links[-1].attach(channel, threaded=False)
+        self._links[-1].attach(channel)
 
     @property
     def is_open(self) -> bool:

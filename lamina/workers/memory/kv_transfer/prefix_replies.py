@@ -37,7 +37,6 @@ from .transfer_link import TransferPart, TransferRefusedError, inbox
 
 PLAN_WAIT_S = 30.0  # seconds until the plan that grants a request, which may come before it
 SILENCE_S = 60.0  # seconds without room in a prefill worker's inbox: it may compute other chunks first
-CONNECT_S = 600.0  # seconds for all prefill workers to connect; the epoch's end also ends it
 
 
 class PrefixReplies:
@@ -59,7 +58,7 @@ class PrefixReplies:
         self._loads = loads
         self._changed = around.condition()  # protects them
         each = inbox(max_block_bytes(store))
-        links.open(SILENCE_S, CONNECT_S, CONNECT_S, self.answer, (each, each), store.device)
+        links.open(SILENCE_S, self.answer, (each, each), store.device)
 
     def begin(self, plan: StepPlan) -> None:
         """Offer the tokens that an applied plan lets a prefill worker fetch, if they are whole stored blocks."""

@@ -129,9 +129,9 @@ class TransferLink:
         self._jobs = around.queue()  # items are calls that send; None ends the thread
         self._num_threads = 0
 
-    def attach(self, channel: Channel, *, threaded: bool = True) -> None:
+    def attach(self, channel: Channel) -> bool:
         """Use ``channel``, which has connected, from now on. It is aborted if there is another one, or was to be, and
-        after a stop. ``threaded``: receive on a thread of the link.
+        after a stop; then this returns False.
         """
         with self._changed:
             is_late = self._channel is not None or bool(self._error) or self._is_over
@@ -140,7 +140,11 @@ class TransferLink:
             self._changed.notify_all()
         if is_late:
             channel.abort(f"{self.peer} connects late, or again")
-        elif threaded:
+        return not is_late
+
+    def serve(self, channel: Channel) -> None:
+        """Attach ``channel``, and receive on a thread of the link."""
+        if self.attach(channel):
             self._start(self._receive_all, "lamina-receive", self._incoming)
 
     def send(self, transfer: Transfer) -> Transfer:

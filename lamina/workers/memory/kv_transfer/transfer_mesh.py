@@ -38,14 +38,14 @@ class TransferMesh:
             self._links[peer] = TransferLink(there.name, order.timeout_s, store.device, around=self._runtime)
             if peer < order.own_index:
                 terms = Terms(outbound=geometry, inbound=geometry, name=own.name, peer=there.name, key=there.key)
-                self._links[peer].attach(self._fabric.connect(there.url, terms, timeout_s=order.timeout_s))
+                self._links[peer].serve(self._fabric.connect(there.url, terms, timeout_s=order.timeout_s))
             else:
                 due[there.name] = peer
         while due:
             channel = self._fabric.accept(listener, order.timeout_s)
             if channel.peer_name not in due:
                 raise ProtocolError(f"{channel.peer_name!r} has connected, and sends and receives nothing")
-            self._links[due.pop(channel.peer_name)].attach(channel)
+            self._links[due.pop(channel.peer_name)].serve(channel)
 
     def exchange(self, out: Parts, due: Parts) -> None:
         """Send the parts ``out``, and receive the parts ``due``. All peers call this equally often. Raises

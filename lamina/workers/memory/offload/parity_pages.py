@@ -41,7 +41,6 @@ from .page_fragments import StoreFragments
 
 PLAN_WAIT_S = 30.0  # seconds until the plan of a requested load, which may come before it
 ANSWER_S = PLAN_WAIT_S + LATE_LOAD_S + 5.0  # seconds without a message of a worker that has to reply
-CONNECT_S = 600.0  # seconds to connect; the epoch's end also ends it
 
 
 class LoadedLayersRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +65,7 @@ class ParityReplies:
         """``links``: to the parity worker; opened here."""
         self._offers: dict[int, _Offer] = {}  # by the load's number
         self._changed = around.condition()  # protects them
-        links.open(ANSWER_S, CONNECT_S, CONNECT_S, self.answer)
+        links.open(ANSWER_S, self.answer)
 
     def begin(self, plan: StepPlan, loader: KvLoader, fragments: StoreFragments) -> None:
         """Offer what an applied plan loads into the pool of ``fragments``, until the plan that frees it."""
@@ -109,7 +108,7 @@ class ParityPages:
         """``links``: to all other memory workers of its rank; opened here. ``lost``: called once, if a link is lost."""
         self._links, self._numbers = links, itertools.count()  # of transfers
         self._lost, self._is_lost = lost, False
-        links.open(ANSWER_S, CONNECT_S, CONNECT_S)
+        links.open(ANSWER_S)
 
     def read(self, op: LoadKv, page: int, layers: range, into: Mapping[PageFragment, memoryview]) -> None:
         """Fill the buffers with the exclusive or of what all others have loaded. Raises StorageError."""

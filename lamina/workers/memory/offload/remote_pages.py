@@ -30,8 +30,6 @@ from lamina.workers.memory.kv_transfer.transfer_link import (
 from lamina.workers.memory.worker_counters import Counters
 
 log = logging.getLogger(__name__)
-# Seconds to connect and for the first reply: the other worker may still start; the epoch's end also ends it.
-CONNECT_S = 600.0
 ANSWER_S = 10.0  # seconds for a later reply, and for each part: the other end waits for its disk
 ACCEPT_TIMEOUT_S = 60.0  # seconds for other workers to connect, after they can be served
 SIZE_BYTES = 8  # bytes of the length of a list of keys
@@ -56,7 +54,7 @@ class RemotePages:
         self._medium, self._links, self._meter = medium, links, meter
         self._numbers = itertools.count()  # of transfers
         self._locations: dict[bytes, TransferLink] = {}
-        links.open(ANSWER_S, CONNECT_S, ACCEPT_TIMEOUT_S, self._answer)
+        links.open(ANSWER_S, self._answer, accept_s=ACCEPT_TIMEOUT_S)
 
     def set_locations(self, share: frozenset[PageFragment], own: Sequence[bytes] = ()) -> list[bytes]:
         """Return keys of pages of which another host has all of ``share``, followed by ``own``, which are here. These
@@ -109,7 +107,8 @@ class RemotePages:
             keys.extend(bytes(nbytes))
             yield from parts_into(keys)
 
-        self._request(source, PageRequest(b"", sorted(share)), parts(), CONNECT_S)
+        ask = PageRequest(b"", sorted(share))
+        self._request(source, ask, parts(), self._links.start_s)  # the other worker may still start
         return [bytes(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
     def _answer(self, data: bytes) -> Iterator[TransferPart]:

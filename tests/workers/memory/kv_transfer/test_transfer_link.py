@@ -92,7 +92,7 @@ def ends(answer: Answer | None = None) -> Iterator[Ends]:
     now = [time.monotonic()]
     with channels() as (own, peer):
         link = TransferLink("peer", SILENCE_S, CPU, answer, Runtime(clock=lambda: now[0]))
-        link.attach(own)
+        link.serve(own)
         yield Ends(link, peer, now)
         own.abort("the test is over")
         link.stop()
@@ -128,7 +128,7 @@ def test_transfers_of_both_directions_bring_what_was_sent(linked: Linked, monkey
     with channels() as (one, other):
         links = [linked(name, SILENCE_S) for name in ("other", "one")]
         for link, channel in zip(links, (one, other), strict=True):
-            link.attach(channel)
+            link.serve(channel)
         for number in (1, 2):
             for link in links:
                 link.send(Transfer(number, parts_from(DATA * number)))
@@ -215,7 +215,7 @@ def test_a_peer_that_has_nothing_to_send_may_be_silent(pair: Ends) -> None:
 def test_a_transfer_that_nobody_expects_ends_the_channel(linked: Linked) -> None:
     with channels() as (own, peer):
         link = linked("peer", 0.01)
-        link.attach(own)
+        link.serve(own)
         Ends(link, peer, []).put(MessageType.PART, 0, 5, b"x")
         with pytest.raises(ChannelError, match="part 0 of transfer 5 came, and is not expected"):
             peer.wait_signal(timeout_s=SOON_S)
@@ -224,7 +224,7 @@ def test_a_transfer_that_nobody_expects_ends_the_channel(linked: Linked) -> None
 def test_who_receives_nothing_is_sent_no_more(linked: Linked) -> None:
     with channels() as (own, peer):
         link, ended = linked("peer", 0.01), queue.SimpleQueue[Transfer]()
-        link.attach(own)
+        link.serve(own)
         link.send(Transfer(5, parts(DATA * 10, 1000), on_end=ended.put))
         error = ended.get(timeout=SOON_S).error
         assert "(transfer 5 of peer)" in str(error)
@@ -252,7 +252,7 @@ def test_what_is_sent_in_full_has_not_failed_where_the_peer_closes_at_once(linke
 
     with channels() as (own, peer):
         link = linked("peer", SILENCE_S)
-        link.attach(Closed(own, peer))
+        link.serve(Closed(own, peer))
         link.expect(Transfer(1, parts(DATA), on_end=lost.put))
         link.send(Transfer(2, parts(DATA, len(DATA)), on_end=sent.put))
         assert sent.get(timeout=SOON_S).error is None
@@ -279,7 +279,7 @@ def test_a_transfer_from_a_peer_that_cannot_be_connected_to_fails() -> None:
 
     fabric, ended = EpochFabric(1, cast("Fabric", NoFiles())), queue.SimpleQueue[Transfer]()
     links = PeerLinks(fabric, [TransferPeer("own", is_receiver=True), TransferPeer("peer", connects=True)])
-    links.open(SILENCE_S, SOON_S, SOON_S)
+    links.open(SILENCE_S)
     links.by_number[1].expect(Transfer(5, into(bytearray(10)), on_end=ended.put))
     assert str(ended.get(timeout=SOON_S).error) == "too many open files (transfer 5 of peer)"
     links.stop()
@@ -293,8 +293,8 @@ def test_what_is_requested_comes_or_is_refused_and_the_next_one_comes(linked: Li
 
     with channels() as (one, other):
         asks, answers = linked("other", SILENCE_S), linked("one", SILENCE_S, answer=answer)
-        asks.attach(one)
-        answers.attach(other)
+        asks.serve(one)
+        answers.serve(other)
         for number, wanted in enumerate((b"all", b"nothing", b"all")):
             asks.request(number, wanted)
             data = bytearray(len(DATA))
@@ -340,8 +340,8 @@ def test_who_requests_more_than_is_replied_to_is_cut_off() -> None:
 def test_a_request_that_was_replied_to_makes_room_for_the_next_one(linked: Linked) -> None:
     with channels() as (one, other):
         asks, answers = linked("other", SILENCE_S), linked("one", SILENCE_S, answer=parts)
-        asks.attach(one)
-        answers.attach(other)
+        asks.serve(one)
+        answers.serve(other)
         for number in range(3 * transfer_link.MAX_REQUESTS):
             data = bytearray(5)
             asks.request(number, b"hello")
@@ -365,7 +365,7 @@ def test_a_channel_that_comes_after_a_stop_is_aborted(linked: Linked) -> None:
     with channels() as (own, peer):
         link = linked("peer", SILENCE_S)
         link.stop()
-        link.attach(own)
+        link.serve(own)
         with pytest.raises(ChannelError, match="peer connects late, or again"):
             peer.wait_signal(timeout_s=SOON_S)
 

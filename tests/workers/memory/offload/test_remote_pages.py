@@ -25,7 +25,7 @@ from lamina.protocol.offload_messages import MAX_LISTED_PAGES
 from lamina.protocol.step_plan import KEY_BYTES
 from lamina.utils.background_thread import LowPriorityCall
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
-from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
+from lamina.workers.memory.kv_transfer.peer_links import START_S, PeerLinks
 from lamina.workers.memory.kv_transfer.transfer_link import PART_BYTES, MessageType, inbox, pack_header
 from lamina.workers.memory.offload import remote_pages as pages_module
 from lamina.workers.memory.offload.remote_pages import PageRequest, RemotePages
@@ -69,7 +69,7 @@ class Host:
 
 
 @contextmanager
-def opened(around: Runtime = RUNTIME) -> Iterator[list[Host]]:
+def opened(around: Runtime = RUNTIME, start_s: float = START_S) -> Iterator[list[Host]]:
     """Two who have not met."""
     fabric = netstack.open("loopback", key=b"k" * 32)
     doors = [EpochListener(fabric.listen("", ListenTerms(name=name))) for name in NAMES]
@@ -77,7 +77,7 @@ def opened(around: Runtime = RUNTIME) -> Iterator[list[Host]]:
     hosts = list[Host]()
     for door, own in zip(doors, addresses, strict=True):
         view = EpochFabric(VIEW, fabric)
-        hosts.append(Host(door, view, PeerLinks(view, transfer_peers(addresses, own, len(NAMES)), around)))
+        hosts.append(Host(door, view, PeerLinks(view, transfer_peers(addresses, own, len(NAMES)), around, start_s)))
     yield hosts
     for host in hosts:
         host.links.stop()
@@ -164,10 +164,9 @@ def test_who_does_not_come_for_pages_is_waited_for_no_longer_than_a_limit() -> N
         assert pages.set_locations(SHARE, [page(1).key]) == [page(1).key]
 
 
-def test_of_workers_that_are_not_reached_in_time_no_page_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_workers_that_are_not_reached_in_time_no_page_counts() -> None:
     """They accept no connection."""
-    monkeypatch.setattr(pages_module, "CONNECT_S", 0.2)
-    with opened() as (_, other):
+    with opened(start_s=0.2) as (_, other):
         assert other.serve().set_locations(SHARE, [page(1).key]) == [page(1).key]
 
 
