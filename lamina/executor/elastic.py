@@ -28,6 +28,7 @@ from lamina.protocol.control import Failed, LinkClosedError, MemoryReady, Stop
 from lamina.protocol.executor import Clock
 from lamina.protocol.reshard import PrepareStore, Reshard, ReshardDone, StorePrepared, TerminationNotice
 from lamina.protocol.step_plan import BindRequest, SurvivingKv
+from lamina.utils.state_machine import StateMachine
 
 from .memory_worker_slots import (
     ResizeNeedsRestartError,
@@ -39,6 +40,7 @@ from .memory_worker_slots import (
     visible_addresses,
 )
 from .stall_detector import STOPPED_S, StallDetector
+from .states import RESIZE_TRANSITIONS, ResizeState
 from .worker_group import WorkerGroup
 from .worker_registry import JOIN_S, RegisteredWorker, WorkerRegistry, WorkersLostError
 
@@ -80,11 +82,11 @@ class MemoryResizer:
         self._extra_bytes = config.topology.extra_kv_bytes(config.devices.kv_bytes())
         self.moved_bytes = Counter[str]()  # bytes of KV, by the reason of changes
         self._reason = ""  # of the latest change
+        self._state = StateMachine(ResizeState.IDLE, RESIZE_TRANSITIONS)
         self.change: ResizePlan | None = None  # requested, and not yet committed
         self._number = 0  # of the latest change
         self._leaving_members: list[int] = []  # numbers of memory workers, of that change
         self._exits: Evacuation | None = None  # of that change
-        self._to_connect = False  # before the evacuation all reconnect, so that workers can copy
         self.new_shards: dict[int, int] = {}  # KV shard before -> after the last change; see EpochChanged
         self._leaving: list[RegisteredWorker] = []  # leaving workers of the committed change
         self._coming: dict[RegisteredWorker, str] = {}  # workers that were started -> their URL; empty: unknown yet
@@ -156,7 +158,7 @@ class MemoryResizer:
         """
         there, count = self._registry.memory, change.topology.memory_workers
         gone, size = list(leaving) or list(range(count, len(there))), change.topology.tensor_parallel_size
-        if self.change is not None:
+        if self.in_progress:
             raise ValueError("memory workers come or go already: wait until they have")
         if len(there) - len(gone) > count or not set(gone) <= set(range(len(there))):
             raise ValueError(f"memory workers {gone} are to go, of {len(there)}, and {count} are to stay")
@@ -164,13 +166,9 @@ class MemoryResizer:
         most = len(there) + len(fresh) if count == len(there) else max(count, len(there))
         if not self._workers.plan_resize(most):  # a leaving worker may die, and be replaced, before
             raise ResizeNeedsRestartError("its launcher starts no more workers while others run")
-        self.change, self._number, self._leaving_members, self._on_result, self._reason = (
-            change,
-            self._number + 1,
-            gone,
-            on_result,
-            reason,
-        )
+        self._state.enter(ResizeState.PREPARING)
+        self.change, self._leaving_members, self._on_result, self._reason = change, gone, on_result, reason
+        self._number += 1
         self._deadline = self._clock() + self._config.deadlines.start_timeout_s
         try:
             self._coming = dict.fromkeys(coming, "")
@@ -185,7 +183,7 @@ class MemoryResizer:
         self._preparing = dict(zip(after, rooms, strict=True))
         for member in (m for m in after if m not in self._coming):
             self._send(member, self._preparing[member])
-        self._exits, self._to_connect = leaves_by_itself, leaves_by_itself is not None
+        self._exits = leaves_by_itself
 
     @property
     def weights(self) -> list[float]:
@@ -200,12 +198,17 @@ class MemoryResizer:
     @property
     def in_progress(self) -> bool:
         """Return whether a change was requested and is not over."""
-        return bool(self.change or self.moves or self._paused_at)
+        return self._state.state is not ResizeState.IDLE
 
     @property
     def is_preparing(self) -> bool:
         """Return whether a requested change still waits for workers."""
         return self.change is not None and not self.is_ready()
+
+    @property
+    def _must_reconnect(self) -> bool:
+        """True if all have to reconnect before the evacuation, so that workers can copy KV."""
+        return self._exits is not None and self._state.state is ResizeState.PREPARING
 
     def is_ready(self) -> bool:
         """Return whether all coming workers are ready. The change fails if one cannot take part."""
@@ -222,7 +225,7 @@ class MemoryResizer:
                 self._fail(f"{member.name}: {answer}")
                 return False
         if not self._preparing:
-            return self._to_connect or self._exits is None or self._exits.is_done()
+            return self._exits is None or self._must_reconnect or self._exits.is_done()
         if self._clock() > self._deadline:
             limit = f"--start-timeout-s {self._config.deadlines.start_timeout_s:g}"
             self._fail(f"new memory workers took too long to start ({limit})")
@@ -231,8 +234,9 @@ class MemoryResizer:
     def commit(self, paused_at: float) -> Capacity | None:
         """Apply the change that is due, after all workers have quiesced. Returns the new capacity, or None."""
         self.new_shards = {}
-        if self.change is None or self._to_connect or not self.is_ready():
+        if self.change is None or self._must_reconnect or not self.is_ready():
             return None
+        self._state.enter(ResizeState.MOVING)
         change, before, coming = self.change, self._registry.memory, self._coming
         self.change, self._coming, self._paused_at, self._moved_bytes = None, {}, paused_at, 0
         self._leaving, size = [before[i] for i in self._leaving_members], change.topology.tensor_parallel_size
@@ -326,14 +330,15 @@ class MemoryResizer:
 
     def finish(self) -> None:
         """Complete the change after all have reconnected, or begin its evacuation."""
-        if self._to_connect and self._exits is not None:
-            self._to_connect = False
+        if self._exits is not None and self._must_reconnect:
+            self._state.enter(ResizeState.EVACUATING)
             self._exits.begin()
-        if self._paused_at:
+        elif self._state.state is ResizeState.MOVING:
+            self._state.enter(ResizeState.IDLE)
             changed = ResizeResult("", self._clock() - self._paused_at, self._moved_bytes, self._reason)
             self.moved_bytes[self._reason] += changed.moved_bytes
             log.info("KV has moved: %d bytes, %.3f s", changed.moved_bytes, changed.pause_s)
-            self._outcome, self._paused_at = changed if self._on_result else None, 0.0
+            self._outcome = changed if self._on_result else None
 
     def take_outcome(self) -> ResizeResult | None:
         """Return the result of the last change, once it is over, and only once."""
@@ -413,6 +418,7 @@ class MemoryResizer:
 
     def _fail(self, why: str, *, notify: bool = True) -> None:
         log.warning("memory workers stay as they are: %s", why)
+        self._state.enter(ResizeState.IDLE)
         self._dismiss(self._coming)
         self._workers.plan_resize(len(self._registry.memory))
         for member in self._registry.memory:
@@ -420,7 +426,7 @@ class MemoryResizer:
         self.change, self._leaving_members, self._coming, self._preparing = None, [], {}, {}
         if self._exits is not None:
             self._exits.cancel()
-        self._exits, self._to_connect = None, False
+        self._exits = None
         self._outcome = ResizeResult(why, reason=self._reason) if notify and self._on_result else None
 
     def _dismiss(self, workers: Iterable[RegisteredWorker]) -> None:

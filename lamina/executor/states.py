@@ -1,4 +1,4 @@
-"""The states of the executor and of its worker group. ARCHITECTURE.md draws both tables."""
+"""The states of the executor, its worker group, and a change of the memory workers. ARCHITECTURE.md draws them."""
 
 from __future__ import annotations
 
@@ -45,4 +45,21 @@ GROUP_TRANSITIONS: Mapping[GroupState, Collection[GroupState]] = {
     GroupState.CONNECTING: {GroupState.CONNECTED, GroupState.CONNECTING, GroupState.REPLACING},
     GroupState.CONNECTED: {GroupState.CONNECTING, GroupState.REPLACING},
     GroupState.REPLACING: {GroupState.CONNECTING, GroupState.REPLACING},
+}
+
+
+class ResizeState(Enum):
+    """The states of a change of the memory workers."""
+
+    IDLE = "idle"  # none is requested
+    PREPARING = "preparing"  # coming workers start, and all take memory; before an evacuation all reconnect
+    EVACUATING = "evacuating"  # sequences leave memory workers that will be removed, while all others decode
+    MOVING = "moving"  # the new members are those of the group: KV moves to them, and all reconnect
+
+
+RESIZE_TRANSITIONS: Mapping[ResizeState, Collection[ResizeState]] = {
+    ResizeState.IDLE: {ResizeState.PREPARING},
+    ResizeState.PREPARING: {ResizeState.EVACUATING, ResizeState.MOVING, ResizeState.IDLE},  # the last: it has failed
+    ResizeState.EVACUATING: {ResizeState.MOVING, ResizeState.IDLE},
+    ResizeState.MOVING: {ResizeState.IDLE},
 }

@@ -1,4 +1,4 @@
-"""The written state machines of the executor and of the worker group."""
+"""The written state machines of the executor, of the worker group, and of a change of the memory workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lamina.executor.states import EXECUTOR_TRANSITIONS, GROUP_TRANSITIONS, ExecutorState, GroupState
+from lamina.executor.states import (
+    EXECUTOR_TRANSITIONS,
+    GROUP_TRANSITIONS,
+    RESIZE_TRANSITIONS,
+    ExecutorState,
+    GroupState,
+    ResizeState,
+)
 from lamina.utils.state_machine import StateMachine
 
 ARCHITECTURE = Path(__file__).resolve().parents[2] / "ARCHITECTURE.md"
@@ -30,7 +37,11 @@ def drawn(name: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(
     ("name", "states", "transitions"),
-    [("executor", ExecutorState, EXECUTOR_TRANSITIONS), ("worker group", GroupState, GROUP_TRANSITIONS)],
+    [
+        ("executor", ExecutorState, EXECUTOR_TRANSITIONS),
+        ("worker group", GroupState, GROUP_TRANSITIONS),
+        ("change of memory workers", ResizeState, RESIZE_TRANSITIONS),
+    ],
 )
 def test_architecture_draws_the_transitions(
     name: str, states: type[Enum], transitions: Mapping[Enum, Collection[Enum]]

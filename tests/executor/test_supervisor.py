@@ -21,7 +21,7 @@ from test_worker_group import LIMIT_S, OPTIONS
 from lamina.config.engine_config import KVOptions
 from lamina.config.flat_options import make_config, replace_options, with_fewer_workers
 from lamina.config.partition import PARTITIONS
-from lamina.executor.elastic import MemoryResizer, ResizePlan
+from lamina.executor.elastic import MemoryResizer, ResizePlan, ResizeResult
 from lamina.executor.launchers import HostLostError, local
 from lamina.executor.memory_worker_slots import order_after_removal
 from lamina.executor.restart_budget import WINDOW_S
@@ -1067,6 +1067,27 @@ def test_room_that_was_made_for_another_change_is_none() -> None:
     assert not stays.inbox
     stays.inbox.append(StorePrepared("", 2))
     assert elastic.is_ready()
+
+
+def test_a_change_is_over_once_all_have_connected_with_moved_kv_and_no_other_begins_before() -> None:
+    run = Run()
+    elastic = MemoryResizer(run.config, run.members, run.cohort, run.world.clock)
+    run.cohort.memory_binds = [bind_of(run)]
+    elastic.begin(change_to(run, 1))
+    elastic.finish()  # all have connected again after a loss: the change still waits for the room
+    assert elastic.is_preparing
+    with pytest.raises(ValueError, match="memory workers come or go already"):
+        elastic.begin(change_to(run, 1))
+    run.members.memory[0].inbox.append(StorePrepared("", 1))
+    assert elastic.commit(run.world.now) is not None
+    assert elastic.in_progress
+    assert not elastic.is_preparing
+    assert elastic.commit(run.world.now) is None, "another loss changes nothing"
+    with pytest.raises(ValueError, match="memory workers come or go already"):
+        elastic.begin(change_to(run, 1))
+    elastic.finish()
+    assert not elastic.in_progress
+    assert elastic.take_outcome() == ResizeResult(reason="scale")
 
 
 def test_one_that_goes_and_is_stopped_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
