@@ -16,9 +16,9 @@ LOOKUPS = {"get", "pop", "popleft", "setdefault"}  # they return an item of what
 ALLOWED = {
     # Starlette hands objects to routes in this way.
     "lamina/server/app.py": ["app.state.service"],
-    # Features fill in the Candidates of an admission. The number of stored tokens is only known to a later feature.
-    "lamina/scheduler/prefill_dispatch.py": ["candidates.is_for_prefill_worker"],
 }
+# The setters that others may call, by file.
+SET_BY_METHOD: dict[str, list[str]] = {}
 ROOMS = sorted({path.relative_to(ROOT / "lamina").parts[0] for path in sources("lamina")})
 
 
@@ -95,9 +95,25 @@ def results(node: ast.ClassDef) -> Iterator[tuple[str, set[str]]]:
             yield inner.name, words(kind_of(inner.returns))
 
 
+def is_code(statement: ast.stmt) -> bool:
+    return not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+
+
+def setters(node: ast.ClassDef) -> Iterator[tuple[str, set[str]]]:
+    """Yields the methods of a class that only assign parameters to attributes, with the words of their types."""
+    for method in node.body:
+        if not isinstance(method, ast.FunctionDef) or method.decorator_list or method.name.startswith("__"):
+            continue
+        types, (*before, last) = parameters(method), method.body
+        if isinstance(last, ast.Assign) and not any(map(is_code, before)):
+            values = {ast.unparse(value) for target, value in pairs(last) if isinstance(target, ast.Attribute)}
+            if values and len(values) == len([*pairs(last)]) and values <= types.keys():
+                yield method.name, set[str]().union(*(words(types[value]) for value in values))
+
+
 class Census:
     """All classes of the library, by the words of types. ``kinds``: by attribute, in every class. ``by_class``: in each
-    one. ``results``: what its methods return.
+    one. ``results``: what its methods return. ``setters``: of each class.
     """
 
     def __init__(self) -> None:
@@ -106,6 +122,7 @@ class Census:
         self.kinds: dict[str, set[str]] = {}
         self.by_class: dict[str, dict[str, set[str]]] = {}
         self.results = {node.name: dict(results(node)) for node in classes}
+        self.setters = {node.name: dict(setters(node)) for node in classes}
         self._active = {"Callable"}
         for node in classes:
             own = self.by_class.setdefault(node.name, {})
@@ -128,6 +145,11 @@ class Census:
         if not owners:
             return not self._active.isdisjoint(self.kinds.get(name, ()))
         return any(not self._active.isdisjoint(self.kinds_in(owner, name)) for owner in owners)
+
+    def is_setter(self, name: str, owners: set[str], *, is_new: bool) -> bool:
+        """Tells whether a method sets a collaborator, or anything of an object that ``is_new``. ``owners``: above."""
+        found = [self.setters.get(owner, {}).get(name) for owner in owners or self.setters]
+        return any(kinds is not None and (is_new or not self._active.isdisjoint(kinds)) for kinds in found)
 
 
 @cache
@@ -159,12 +181,14 @@ def types_of(value: ast.expr, known: Mapping[str, set[str]], owner: str) -> set[
 
 
 class Reader:
-    """Reads a file statement by statement. ``late``: the assignments of collaborators to other objects than self."""
+    """Reads a file statement by statement. ``late``: the assignments of collaborators to other objects than self.
+    ``called``: the calls of methods that only set them, or that set anything of an object that the same function makes.
+    """
 
     def __init__(self, own: frozenset[str]) -> None:
         """``own``: names that are data in this file."""
-        self.late = list[str]()
-        self._own = own
+        self.late, self.called = list[str](), list[str]()
+        self._own, self._made = own, set[str]()
 
     def read(self, statements: Iterable[ast.AST], known: dict[str, set[str]], owner: str) -> None:
         """``known``: the types of variables. ``owner``: the class that these statements belong to."""
@@ -174,6 +198,7 @@ class Reader:
                 case ast.ClassDef(name=name):
                     within = name
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    self._made = set()
                     inner = known | {name: words(kind) for name, kind in parameters(node).items()}
                 case ast.For(target=ast.Name(id=name), iter=items):
                     known[name] = types_of(items, known, owner)
@@ -185,11 +210,18 @@ class Reader:
                     known[name] = words(kind_of(kind))
                 case ast.Assign():
                     self._assign(node, known, owner)
+                case ast.Expr(value=ast.Call(func=ast.Attribute(value=holder, attr=name))):
+                    text = ast.unparse(holder)
+                    is_new = any(text == made or text.startswith(made + ".") for made in self._made)
+                    if text != "self" and census().is_setter(name, types_of(holder, known, owner), is_new=is_new):
+                        self.called.append(f"{text}.{name}")
             for part in ("body", "orelse", "finalbody", "handlers", "cases"):
                 self.read(getattr(node, part, ()), inner, within)
 
     def _assign(self, node: ast.Assign, known: dict[str, set[str]], owner: str) -> None:
         for target, value in pairs(node):
+            if isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in census().bases:
+                self._made.add(ast.unparse(target))
             match target:
                 case ast.Name(id=name):
                     known[name] = types_of(value, known, owner)
@@ -200,11 +232,11 @@ class Reader:
                         self.late.append(ast.unparse(target))
 
 
-def set_from_outside(code: str, own: frozenset[str] = frozenset()) -> list[str]:
-    """Returns the assignments of collaborators to other objects than self; ``own``: names that are data here."""
+def read(code: str, own: frozenset[str] = frozenset()) -> Reader:
+    """Reads a file. ``own``: names that are data here."""
     reader = Reader(own)
     reader.read(ast.parse(code).body, {}, "")
-    return reader.late
+    return reader
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -213,7 +245,7 @@ def test_no_object_gets_a_collaborator_from_outside_after_it_was_made(room: str)
     late = {}
     for path in (p for p in sources("lamina") if p.relative_to(ROOT / "lamina").parts[0] == room):
         own = frozenset(name for node in facts(path).classes if is_data(node) for name, _ in fields(node))
-        if names := set_from_outside(path.read_text(), own):
+        if names := read(path.read_text(), own).late:
             late[str(path.relative_to(ROOT))] = names
     allowed = {file: names for file, names in ALLOWED.items() if file.split("/")[1] == room}
     assert late == allowed
@@ -234,4 +266,26 @@ def test_no_object_gets_a_collaborator_from_outside_after_it_was_made(room: str)
     ],
 )  # fmt: skip
 def test_a_collaborator_that_is_set_from_outside_is_found(source: str, late: list[str]) -> None:
-    assert set_from_outside(source) == late
+    assert read(source).late == late
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_method_sets_what_a_constructor_should_be_given(room: str) -> None:
+    called = {}
+    for path in (p for p in sources("lamina") if p.relative_to(ROOT / "lamina").parts[0] == room):
+        if names := read(path.read_text()).called:
+            called[str(path.relative_to(ROOT))] = names
+    assert called == {file: names for file, names in SET_BY_METHOD.items() if file.split("/")[1] == room}
+
+
+@pytest.mark.parametrize(
+    ("source", "called"),
+    [
+        ("def f():\n    scheduler = Scheduler()\n    scheduler.set_num_batches(3)", ["scheduler.set_num_batches"]),
+        ("def f():\n    self.one = Scheduler()\n    self.one.set_num_batches(3)", ["self.one.set_num_batches"]),
+        ("def f(scheduler: Scheduler):\n    scheduler.set_num_batches(3)", []),  # it is in use
+        ("def f():\n    engine = Engine()\n    engine.step()", []),
+    ],
+)  # fmt: skip
+def test_a_method_that_sets_what_is_missing_is_found(source: str, called: list[str]) -> None:
+    assert read(source).called == called

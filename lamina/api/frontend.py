@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from numbers import Integral
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import Any
 from lamina import netstack
 from lamina.config.flat_options import make_config, replace_options
 from lamina.engine.engine import Engine
+from lamina.engine.scheduler_factory import build_parts
 from lamina.engine.streams import EngineRequest, RequestStreams
 from lamina.engine.tuning.profiling import tune_num_batches
 from lamina.executor.transport_choice import choose_transport
@@ -31,6 +32,7 @@ from lamina.models.tokenizer import (
     load_in_background,
     token_ids,
 )
+from lamina.protocol.control import Vocabulary
 from lamina.request import Metric, SamplingParams
 from lamina.utils.progress import start_progress
 
@@ -102,18 +104,25 @@ class Frontend:
             self.pools = WorkerExecutor(model, config, on_progress)
             try:
                 self.tokenizer = loading.result(limit_s)
+                words: Callable[[], Vocabulary] | None = None
+                if self.tokenizer is not None:
+                    info = self.pools.ready
+                    words = cache(partial(vocabulary_of, self.tokenizer, info.vocab_size, info.eos_token_ids))
+                    self._grammars = GrammarFrontEnd(words)
                 trace, features = self.pools.tracer.recorder, self.pools.engine_features
-                self.engine = engine_class(self.pools, config, trace=trace, features=features, keeps_slo=False)
+                self.engine = engine_class(
+                    self.pools,
+                    config,
+                    trace=trace,
+                    features=features,
+                    build=partial(build_parts, keeps_slo=False),
+                    vocabulary=words,
+                )
                 tune_num_batches(self.engine, on_progress)
             except BaseException:
                 self.pools.close()
                 raise
         self.streams = RequestStreams(self.engine)
-        if self.tokenizer is not None:
-            info = self.engine.worker_info
-            words = cache(partial(vocabulary_of, self.tokenizer, info.vocab_size, info.eos_token_ids))
-            self._grammars = GrammarFrontEnd(words)
-            self.engine.vocabulary.use(words)
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters for prompts without their own."""

@@ -11,41 +11,32 @@ import msgspec
 
 from lamina.config.engine_config import EngineConfig
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
-from lamina.protocol.control import ComputeReady, RunRound, RunStep, SampledToken, SamplingRequest, StepDone
+from lamina.protocol.control import ComputeReady, RunRound, RunStep, SampledToken, SamplingRequest, StepDone, Vocabulary
 from lamina.protocol.executor import Clock, Done, EpochChanged, Executor, Report
 from lamina.protocol.step_plan import SurvivingKv
-from lamina.request import RequestOutput, ResumedCompletion, SamplingParams
+from lamina.request import OverloadedError, RequestOutput, ResumedCompletion, SamplingParams
+from lamina.scheduler.feature import Feature
 from lamina.scheduler.sampling_requests import prompt_logprob_requests_of, sampling_requests_of
-from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.surviving_kv import StateReports, SurvivingTokens, num_stored_tokens
 
 from .feature import EngineFeature
-from .hybrid_model import forget_states, options_for_model
+from .hybrid_model import options_for_model
 from .intake import RequestIntake, check_structure
 from .request import ActiveRequests, DecodeToken, IncrementalDetokenizer, Request
-from .scheduler_factory import (
-    build_engine_features,
-    build_offload_index,
-    build_prefix_cache,
-    build_scheduler,
-    build_slo_admission,
-    new_block_tables,
-)
+from .scheduler_factory import PartsBuilder, build_parts, new_memory
 from .scheduler_stats import SchedulerStats, collect_stats
 from .sessions import EngineSessions
 from .vocabulary_delivery import VocabularyDelivery
 
 log = logging.getLogger(__name__)
-AnyFeature = TypeVar("AnyFeature", bound=EngineFeature)
+AnyFeature = TypeVar("AnyFeature", bound=EngineFeature | Feature)
 
 
 class Engine:
     """Continuous batching over the workers of an ``Executor``. One thread at a time uses it."""
-
-    scheduler_class: type[Scheduler] = Scheduler
 
     def __init__(
         self,
@@ -55,33 +46,22 @@ class Engine:
         trace: Recorder = NULL_RECORDER,
         features: Iterable[EngineFeature] = (),
         *,
-        keeps_slo: bool = True,
+        build: PartsBuilder = build_parts,
+        vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> None:
-        """``features``: called after the engine's own ones. ``keeps_slo``: ``slo_admission`` may get limits."""
+        """``features``: called after the engine's own ones. ``build``: makes the scheduler and its features.
+        ``vocabulary``: called with the first grammar; None: no request may have one.
+        """
         self.executor, self.worker_info = executor, executor.ready
         self.config = config = options_for_model(config, self.worker_info)
         self._clock, self._trace = clock, trace
-        self.accounting = new_block_tables(self.worker_info)
-        prefixes = build_prefix_cache(config, self.worker_info, self.accounting, clock)
-        stored = build_offload_index(config, self.worker_info, self.accounting, prefixes)
-        self.slo_admission = build_slo_admission(config, self.worker_info, prefixes, stored, clock, trace)
-        conducts = keeps_slo or config.topology.prefill_workers > 0 or self.slo_admission.decision_log is not None
-        self.scheduler = build_scheduler(
-            config,
-            self.worker_info,
-            self.accounting,
-            self.slo_admission,
-            prefixes,
-            stored,
-            conducts=conducts,
-            scheduler_class=self.scheduler_class,
-        )
-        self.sessions = EngineSessions(self.scheduler, prefixes.sessions, self.worker_info.max_model_len)
-        own = build_engine_features(config, self.scheduler, self.slo_admission, conducts=conducts)
-        self.features = (*own, *features)
-        self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, prefixes.sessions)
+        parts = build(config, self.worker_info, clock, trace)
+        self.accounting, self.scheduler, self.slo_admission = parts.accounting, parts.scheduler, parts.slo_admission
+        self.sessions = EngineSessions(self.scheduler, parts.sessions, self.worker_info.max_model_len)
+        self.features = (*parts.features, *features)
+        self._intake = RequestIntake(config, self.worker_info, self.accounting.num_kv_shards, parts.sessions)
         self.requests = ActiveRequests(clock)
-        self.vocabulary = VocabularyDelivery()
+        self.vocabulary = VocabularyDelivery(vocabulary)
         self.in_flight: dict[tuple[int, int], ScheduledStep] = {}  # by batch and step
         self.idle = False  # the last step found nothing to do: requests that are left wait for blocks
 
@@ -132,9 +112,11 @@ class Engine:
             decode_token=decode_token,
             external_sampling=external_sampling,
             cacheable=cacheable,
+            accepted=accepted,
         )
         for feature in self.features:
-            feature.on_arrival(request.sequences, accepted=accepted)
+            if (refusal := feature.refusal(request.sequences, has_token=False)) is not None:
+                raise OverloadedError(refusal)
         if terms.session:  # none is made for a refused request
             for sequence in request.sequences:
                 sequence.session = self.sessions.get_or_create(terms.session)
@@ -163,8 +145,8 @@ class Engine:
         return self.requests.take_outputs()
 
     def feature(self, kind: type[AnyFeature]) -> AnyFeature | None:
-        """The engine's feature of a class; None if it has none."""
-        return next((feature for feature in self.features if isinstance(feature, kind)), None)
+        """The feature of a class, of the engine or of its scheduler; None if there is none."""
+        return next((f for f in (*self.features, *self.scheduler.features) if isinstance(f, kind)), None)
 
     def request(self, request_id: int) -> Request:
         """An unfinished request. Raises KeyError for another one."""
@@ -207,7 +189,6 @@ class Engine:
             )
         self.scheduler.begin_epoch(ready.epoch, ready.replicas or self.worker_info.replicas)
         self.worker_info = msgspec.structs.replace(self.worker_info, prefill_stores=ready.prefill_stores)
-        self.slo_admission.begin_epoch(self.worker_info)
         self.scheduler.resend_penalties()
         self.vocabulary.begin_epoch()
         self.scheduler.features.resume(ready)
@@ -267,8 +248,6 @@ class Engine:
         for sequence, rows in zip(step.sequences, step.plan.rows, strict=True):
             if rows.first == sequence.num_cached_tokens and (request := self.requests.of(sequence)):
                 request.on_scheduled(sequence, now)
-                for feature in self.features:
-                    feature.on_first_rows(sequence)
             chunk_scores = prompt_logprob_requests_of(sequence, rows.first, rows.count, row)
             scores += chunk_scores
             step.prompt_logprob_requests += [sequence] * len(chunk_scores)
@@ -297,9 +276,7 @@ class Engine:
                 request.append_prompt_logprob(drawn)
         step.drawn = done.sampled_tokens[len(step.prompt_logprob_requests) :]
         self._append_sampled(zip(step.sampled_sequences, step.drawn, strict=True))
-        if finished := self.scheduler.on_step_done(step):
-            for feature in self.features:
-                feature.on_round_done(finished)
+        self.scheduler.on_step_done(step)
         for line in step.warnings:
             log.warning("%s", line)
 
@@ -314,8 +291,8 @@ class Engine:
                 continue
             request.append(sequence, drawn)
             if request.is_first_token_of(sequence):
-                for refusal in (feature.on_first_token(sequence) for feature in self.features):
-                    if refusal is not None:
+                for feature in self.features:
+                    if (refusal := feature.refusal([sequence], has_token=True)) is not None:
                         request.refuse_late(refusal)
             self.requests.mark_grown(request)
 
@@ -332,11 +309,11 @@ class Engine:
             early, sequence.early_tokens = sequence.early_tokens, []
             self._append_sampled((sequence, drawn) for drawn in early)
         elif request := self.requests.of(sequence):
-            if self.config.offload.kv_load_failure_policy == "recompute":
-                request.output.num_cached_tokens = None  # reported anew
-            else:
+            if transfer.is_fatal:
                 request.fail(sequence, transfer.error)
                 self.requests.mark_grown(request)
+            else:
+                request.output.num_cached_tokens = None  # reported anew
 
     def on_epoch_changed(self, change: EpochChanged) -> None:
         """Process finished steps, roll back the others, and continue in the new epoch."""
@@ -360,6 +337,5 @@ class Engine:
         keep = self.scheduler.roll_back(steps.values(), kept.count)
         if change.capacity:
             self.worker_info = msgspec.structs.replace(self.worker_info, **change.capacity._asdict())
-            forget_states(self.scheduler, self.config, self.worker_info)
-            keep = self.scheduler.adopt_blocks(new_block_tables(self.worker_info), keep, change.new_shards)
+            keep = self.scheduler.adopt_memory(new_memory(self.config, self.worker_info, change.new_shards), keep)
         return keep

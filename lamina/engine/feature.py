@@ -1,7 +1,7 @@
 """The seam between the engine's loop and its features: the hooks, and when the loop calls them.
 
-SLO admission, the choice of the number of batches, and loans are features: objects in one table, called in its order.
-Features of the scheduler have their own seam (`lamina.scheduler.feature`).
+SLO admission and loans are features: objects in one table, called in its order. Features of the scheduler have their
+own seam (`lamina.scheduler.feature`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING
 
 from lamina.request import Refusal
-from lamina.scheduler.scheduler_output import Round
 from lamina.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -30,18 +29,9 @@ class EngineFeature:
         """
         return None
 
-    def on_arrival(self, sequences: Several[Sequence], *, accepted: bool) -> None:
-        """A request with these sequences will be queued. Raises OverloadedError to refuse it.
+    def refusal(self, sequences: Several[Sequence], *, has_token: bool) -> Refusal | None:
+        """A request with these sequences will be queued, or has its first token, in the only one of ``sequences``.
 
-        ``accepted``: an earlier engine has admitted it.
+        Returns the reason to reject it; None: it goes on.
         """
-
-    def on_first_rows(self, sequence: Sequence) -> None:
-        """The first rows of a sequence are sent to the compute workers."""
-
-    def on_first_token(self, sequence: Sequence) -> Refusal | None:
-        """A request has its first token, in ``sequence``. Returns the reason to reject it; None to decode on."""
         return None
-
-    def on_round_done(self, done: Round) -> None:
-        """The last step of a round has completed, and its tokens are appended."""

@@ -10,8 +10,6 @@ from lamina.config.conflicts import HYBRID_MODEL, conflicts_of
 from lamina.config.engine_config import EngineConfig
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.mixers import versions_of_sequence
-from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
-from lamina.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +23,14 @@ def options_for_model(config: EngineConfig, info: ComputeReady) -> EngineConfig:
         return config
     for line in conflicts_of(HYBRID_MODEL, config):
         raise ValueError(line)
-    most = _max_num_seqs(config, info)
+    most = max_num_seqs(config, info)
     return structs.replace(config, batching=structs.replace(config.batching, max_num_seqs=most))
 
 
-def _max_num_seqs(config: EngineConfig, info: ComputeReady) -> int:
-    """Return how many sequences may run: as the options say, or as many as have room for their states."""
+def max_num_seqs(config: EngineConfig, info: ComputeReady) -> int:
+    """Return how many sequences may run: as the options say, or as many as have room for their recurrent states."""
     most, versions = config.batching.max_num_seqs, versions_of_sequence(config.topology.max_batches)
-    if (room := info.state_slots // versions) >= most:
+    if not info.state_shards or (room := info.state_slots // versions) >= most:
         return most
     log.warning(
         "--max-num-seqs is %d, not %d: memory workers have room for %d states, and a sequence has %d: raise "
@@ -43,10 +41,3 @@ def _max_num_seqs(config: EngineConfig, info: ComputeReady) -> int:
         versions,
     )
     return room
-
-
-def forget_states(scheduler: Scheduler, config: EngineConfig, info: ComputeReady) -> None:
-    """Count states for other memory workers, before KV and states move to them."""
-    if (prefixes := scheduler.features.get(HybridPrefixCache)) is not None:
-        prefixes.states.replace(info.state_shards, info.state_slots)
-        scheduler.admission.max_num_seqs = _max_num_seqs(config, info)

@@ -63,6 +63,7 @@ class RequestIntake:
         decode_token: DecodeToken | None,
         external_sampling: bool,
         cacheable: bool,
+        accepted: bool,
     ) -> Request:
         """Return a request that arrived at ``now_s``; its sequences have no session yet. See ``Engine.add``."""
         request_id, self._next_request = self._next_request, self._next_request + 1
@@ -92,6 +93,7 @@ class RequestIntake:
                 prefill_unit=self._prefill_unit,
                 full_attention=dense,
                 do_not_cache=not cacheable,
+                is_accepted=accepted,
                 external_sampling=external_sampling,
             )
             for index in range(params.n)

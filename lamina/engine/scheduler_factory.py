@@ -1,12 +1,13 @@
-"""Builds the scheduler of an engine from its options and the facts that its workers have reported."""
+"""Builds the scheduler of an engine, and all features, from its options and the facts of its workers."""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from functools import partial
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -18,6 +19,7 @@ from lamina.observe.trace import Recorder
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.capacity import Capacity, num_usable_blocks
 from lamina.protocol.control import ComputeReady
+from lamina.protocol.executor import Clock
 from lamina.protocol.mixers import versions_of_sequence
 from lamina.protocol.prefill_stages import max_grants_in_flight
 from lamina.protocol.prefix_fetch import prompt_cache_tokens
@@ -26,7 +28,7 @@ from lamina.protocol.step_plan import BindReply
 from lamina.scheduler.conductor import StoredLatency
 from lamina.scheduler.conductor.decision_log import DecisionLog
 from lamina.scheduler.conductor.latency_model import PrefillPipelineShape, TransferLatency, TransferLatencyEstimator
-from lamina.scheduler.feature import Feature
+from lamina.scheduler.feature import Feature, NewMemory
 from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
 from lamina.scheduler.kv_manager.migration import KvMigration
@@ -38,11 +40,12 @@ from lamina.scheduler.kv_manager.stored_states import StoredStates
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
-from lamina.scheduler.prefix_index import PrefixIndex
+from lamina.scheduler.prefix_index import PageKeys, PrefixIndex
 from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
-from lamina.scheduler.slo_admission import SloAdmission
+from lamina.scheduler.sessions.session_table import Sessions
+from lamina.scheduler.slo_admission import KnownKv, KvTransferLatency, SloAdmission
 from lamina.scheduler.sparsity.pruning import BlockPruner
 from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 from lamina.scheduler.sparsity.selection import BlockSelection
@@ -50,6 +53,7 @@ from lamina.scheduler.state_ledger import StateLedger
 from lamina.scheduler.step_timing import StepTimer
 
 from .feature import EngineFeature
+from .hybrid_model import max_num_seqs
 from .slo import SloGate
 from .tuning.tuner import Tuner
 
@@ -68,6 +72,12 @@ def new_block_tables(info: ComputeReady) -> BlockTables:
         info.single_shard,
         info.sparse,
     )
+
+
+def new_memory(config: EngineConfig, info: ComputeReady, new_shards: Mapping[int, int]) -> NewMemory:
+    """Other memory workers, as the scheduler counts them. ``new_shards``: see EpochChanged."""
+    blocks, most = new_block_tables(info), max_num_seqs(config, info)
+    return NewMemory(blocks, most, new_shards, info.state_shards, info.state_slots)
 
 
 def check_kv_capacity(scheduler: Scheduler, info: ComputeReady, capacity: Capacity) -> None:
@@ -113,25 +123,45 @@ def cordon(scheduler: Scheduler, info: ComputeReady, worker: int, *, on: bool) -
     scheduler.cordon(closed)
 
 
-def build_scheduler(
+class EngineParts(NamedTuple):
+    """The parts that an engine's options, and the facts of its workers, make. ``features``: of the engine."""
+
+    accounting: BlockTables
+    scheduler: Scheduler
+    slo_admission: SloAdmission
+    sessions: Sessions
+    features: Several[EngineFeature]
+
+
+PartsBuilder = Callable[[EngineConfig, ComputeReady, Clock, Recorder], EngineParts]
+
+
+def build_parts(
     config: EngineConfig,
     info: ComputeReady,
-    tables: BlockTables,
-    slo_admission: SloAdmission,
-    prefixes: PrefixCache,
-    offload_index: OffloadIndex | None,
+    clock: Clock,
+    trace: Recorder,
     *,
-    conducts: bool,
+    keeps_slo: bool = True,
     scheduler_class: type[Scheduler] = Scheduler,
-) -> Scheduler:
-    """Returns a scheduler with its table of features. ``conducts``: prompts need reservations of the Conductor."""
+) -> EngineParts:
+    """Builds the scheduler of an engine with all features. ``keeps_slo``: its SLO admission may get limits."""
     batching, topology = config.batching, config.topology
+    tables = new_block_tables(info)
+    prefixes = _prefix_cache(config, info, tables, clock)
+    stored = _offload_index(config, info, tables, prefixes)
+    slo_admission = _slo_admission(config, info, prefixes, stored, clock, trace)
+    conducts = keeps_slo or topology.prefill_workers > 0 or slo_admission.decision_log is not None
     allocator = KvAllocator(
         tables,
         batching.max_num_seqs + batching.prefill_chunk,
         topology.memory_workers if topology.may_borrow else 0,
         max_kept_tokens(config.kv) if config.kv.drops_blocks else 0,
     )
+    features = _features(config, info, tables, allocator, slo_admission, prefixes, stored, conducts=conducts)
+    scheduler: Scheduler
+    if topology.measures_pipeline:
+        features.append(Tuner(topology.max_batches, lambda number: scheduler.set_num_batches(number)))  # noqa: PLW0108
     scheduler = scheduler_class(
         tables,
         max_num_seqs=batching.max_num_seqs,
@@ -140,10 +170,11 @@ def build_scheduler(
         num_batches=1 if topology.measures_pipeline else topology.max_batches,
         num_layers=info.num_layers,
         allocator=allocator,
-        features=_features(config, info, tables, allocator, slo_admission, prefixes, offload_index, conducts=conducts),
+        features=features,
     )
     scheduler.begin_epoch(info.epoch, topology.replicas)
-    return scheduler
+    gates = [SloGate(slo_admission, scheduler)] if conducts else []
+    return EngineParts(tables, scheduler, slo_admission, prefixes.sessions, gates)
 
 
 def _features(
@@ -157,7 +188,10 @@ def _features(
     *,
     conducts: bool,
 ) -> list[Feature]:
-    """The configured features, in the order in which the scheduler calls them. A feature uses only earlier ones."""
+    """The configured features, in the order in which the scheduler calls them. A feature uses only earlier ones.
+
+    ``conducts``: prompts need reservations of the Conductor.
+    """
     budget, ranks = parse_error_budget(config.kv.kv_error_budget), config.topology.tensor_parallel_size
     prefill = _prefill(config, info, slo_admission, prefixes) if conducts else None
     swap = _swaps(config, info, offload_index)
@@ -240,7 +274,7 @@ def _stored_latency(config: EngineConfig, info: ComputeReady) -> StoredLatency |
     return StoredLatency(TransferLatencyEstimator(first.model), first)
 
 
-def build_slo_admission(
+def _slo_admission(
     config: EngineConfig,
     info: ComputeReady,
     prefix_cache: PrefixCache,
@@ -261,33 +295,25 @@ def build_slo_admission(
 
     staged = PrefillPipelineShape(config.topology.prefill_pipeline, config.batching.prefill_chunk)
     stages = staged.stages if config.topology.prefill_workers else 0
+    known = KnownKv(
+        prefix_cache.prefix_index,
+        prefix_cache.keys,
+        prefix_cache.num_cached_or_pending,
+        prefix_cache.num_shared_tokens,
+        stored_tokens_of,
+    )
     return SloAdmission(
         config.topology.prefill_groups,
         config.batching.max_num_seqs,
         clock,
         staged,
-        prefix_index=prefix_cache.prefix_index,
-        keys=prefix_cache.keys,
-        transfer_latency=_transfer_latency(info),
-        cached_tokens_of=prefix_cache.num_cached_or_pending,
-        shared_tokens_of=prefix_cache.num_shared_tokens,
-        stored_tokens_of=stored_tokens_of,
-        stored_latency=_stored_latency(config, info),
+        known=known,
+        transfers=KvTransferLatency(_transfer_latency(info), _stored_latency(config, info)),
         decision_log=DecisionLog(trace.note, stages, info) if trace.notes is not None else None,
     )
 
 
-def build_engine_features(
-    config: EngineConfig, scheduler: Scheduler, slo_admission: SloAdmission, *, conducts: bool
-) -> list[EngineFeature]:
-    """The engine's own features, in the order in which it calls them. ``conducts``: see ``build_scheduler``."""
-    features: list[EngineFeature] = [SloGate(slo_admission, scheduler)] if conducts else []
-    if config.topology.measures_pipeline:
-        features.append(Tuner(config.topology.max_batches, scheduler.set_num_batches))
-    return features
-
-
-def build_prefix_cache(
+def _prefix_cache(
     config: EngineConfig, info: ComputeReady, tables: BlockTables, clock: Callable[[], float]
 ) -> PrefixCache:
     """Returns the prefix cache. With ``--deterministic``, prefixes end where chunks of a fresh prompt end."""
@@ -310,7 +336,7 @@ def _evictions(config: EngineConfig, info: ComputeReady) -> BlockPruner | None:
     return BlockPruner(config.kv, info.block_size, len({w for group in info.holders for w in group}))
 
 
-def build_offload_index(
+def _offload_index(
     config: EngineConfig, info: ComputeReady, tables: BlockTables, prefixes: PrefixCache
 ) -> OffloadIndex | None:
     """Returns the index of KV in storage; None without storage.
@@ -323,7 +349,9 @@ def build_offload_index(
         raise ValueError(conflict_text("--decode-only", WINDOWED_LAYERS))
     fixed = config.model.deterministic
     whole = math.lcm(info.storage.page_size, config.batching.prefill_chunk if fixed else 1)
-    states = StoredStates(info.state_shards, prefixes.snapshots_of) if isinstance(prefixes, HybridPrefixCache) else None
+    states: Callable[[PageKeys, int], StoredStates] = StoredStates
+    if isinstance(prefixes, HybridPrefixCache):
+        states = partial(StoredStates, shards=info.state_shards, snapshots_of=prefixes.snapshots_of)
     return OffloadIndex(
         info.storage,
         tables,
@@ -335,6 +363,7 @@ def build_offload_index(
         num_parity=config.topology.num_parity,
         cached_tokens_of=prefixes.num_cached_tokens,
         states=states,
+        recomputes=config.offload.kv_load_failure_policy == "recompute",
     )
 
 

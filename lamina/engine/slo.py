@@ -18,13 +18,7 @@ class SloGate(EngineFeature):
     def __init__(self, admission: SloAdmission, scheduler: Scheduler) -> None:
         self._admission, self._scheduler = admission, scheduler
 
-    def on_arrival(self, sequences: Several[Sequence], *, accepted: bool) -> None:
-        for sequence in sequences:
-            sequence.is_accepted = accepted
-        self._admission.check_admission(sequences, self._scheduler.max_sequences_of, accepted=accepted)
-
-    def on_first_rows(self, sequence: Sequence) -> None:
-        self._admission.on_inline_prefill_started(sequence)
-
-    def on_first_token(self, sequence: Sequence) -> Refusal | None:
-        return self._admission.check_decode_admission(sequence)
+    def refusal(self, sequences: Several[Sequence], *, has_token: bool) -> Refusal | None:
+        if has_token:
+            return self._admission.check_decode_admission(sequences[0])
+        return self._admission.check_admission(sequences, self._scheduler.max_sequences_of)

@@ -12,8 +12,9 @@ DECODING = -1  # all compute workers, which get the same rounds
 class VocabularyDelivery:
     """Attaches the vocabulary to rounds, once in each epoch for each receiver."""
 
-    def __init__(self) -> None:
-        self._make: Callable[[], Vocabulary] | None = None
+    def __init__(self, make: Callable[[], Vocabulary] | None = None) -> None:
+        """``make``: called with the first grammar; None: no request may have one."""
+        self._make = make
         self._made: Vocabulary | None = None
         self._receivers = set[int]()
 
@@ -21,10 +22,6 @@ class VocabularyDelivery:
     def is_available(self) -> bool:
         """True if requests may have grammars."""
         return self._make is not None
-
-    def use(self, make: Callable[[], Vocabulary]) -> None:
-        """Take the vocabulary from ``make``, which is called with the first grammar."""
-        self._make = make
 
     def begin_epoch(self) -> None:
         """Send it again to all, since some workers may be new."""

@@ -63,9 +63,11 @@ class WorkerExecutor:
         clock: Clock = time.monotonic,
         links: Links | None = None,
         launch: Callable[..., Launcher] = open_launcher,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Start and connect all workers. ``model``: path, hub id, or an nn.Module, which then runs in this process.
-        ``links``, ``launch``: replaced by simulations. Raises ValueError, WorkerError.
+        ``links``, ``launch``: replaced by simulations. ``meanwhile``: called a few times a second during waits. Raises
+        ValueError, WorkerError.
         """
         self._config, self._clock = config, clock
         self._state = StateMachine(ExecutorState.STARTING, EXECUTOR_TRANSITIONS)
@@ -78,7 +80,7 @@ class WorkerExecutor:
         self.resizer = MemoryResizer(config, self.registry, self.workers, clock)
         self._termination_notices = TerminationNotices(self.registry, self.resizer, clock)
         self._loss: WorkersLostError | None = None  # a loss that ``wait`` or ``check_workers`` has yet to report
-        self._meanwhile: Callable[[], None] = lambda: None
+        self._meanwhile = meanwhile
         self._batches = config.topology.max_batches
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
         self._expect_nothing()
@@ -366,10 +368,6 @@ class WorkerExecutor:
                 raise
             return None
         return answer.values
-
-    def call_periodically(self, call: Callable[[], None]) -> None:
-        """Set a function that is called a few times a second while ``wait`` is called or waits."""
-        self._meanwhile = call
 
     def _check_health(self) -> None:
         self.supervisor.check_health(self._waited_for())

@@ -34,18 +34,12 @@ class _RoundBudget:
 
 
 class Admission:
-    """Admits waiting sequences. ``max_num_seqs``: the limit of running ones."""
+    """Admits waiting sequences."""
 
     def __init__(
-        self,
-        accounting: BlockTables,
-        allocator: KvAllocator,
-        cuts: ChunkPolicy,
-        max_num_seqs: int,
-        features: FeatureTable,
+        self, accounting: BlockTables, allocator: KvAllocator, cuts: ChunkPolicy, features: FeatureTable
     ) -> None:
         self._accounting, self._allocator, self._chunk_policy = accounting, allocator, cuts
-        self.max_num_seqs = max_num_seqs
         self._features = features
         self.next_id = 0
         self.lacks_blocks = False  # after ``admit``: whether the first waiting sequence waits for blocks
@@ -58,12 +52,9 @@ class Admission:
         self.next_id += 1
         return self.next_id - 1
 
-    def has_no_place(self, batches: Several[Batch]) -> bool:
-        """Return whether as many sequences run as may run."""
-        return len(_running(batches)) >= self.max_num_seqs
-
-    def admit(self, waiting: deque[Sequence], batches: Several[Batch]) -> None:
-        """Let waiting sequences join batches while all of their known tokens have room.
+    def admit(self, waiting: deque[Sequence], batches: Several[Batch], max_num_seqs: int) -> None:
+        """Let waiting sequences join batches while all of their known tokens have room, and fewer than ``max_num_seqs``
+        run.
 
         A sequence without room holds up later ones, so that none starves; a hidden one holds up none. A sequence joins
         the batch with the least load among those whose next chunk has room, so all chunks are filled. Blocks of ended
@@ -78,7 +69,7 @@ class Admission:
         left = self._allocator.free_after(running, {s: c for w in wanted for s, c in w.items()})
         here = _RoundBudget(batches, budgets, [b.load for b in batches], left)
         aside = list[Sequence]()  # those that wait for KV that others load
-        while waiting and not self.has_no_place(batches):
+        while waiting and len(_running(batches)) < max_num_seqs:
             begins = self._begin(waiting[0], here)
             if begins is Verdict.HOLDS_UP and not waiting[0].is_hidden:
                 break
@@ -89,7 +80,7 @@ class Admission:
 
     def _begin(self, sequence: Sequence, here: _RoundBudget) -> Verdict:
         """Let the first waiting sequence join a batch, if it can."""
-        candidates = Candidates(sequence, here.batches, self._chunk_policy, alone=not _running(here.batches))
+        candidates = Candidates(sequence, here.batches, self._chunk_policy)
         self._features.find_starts(candidates)
         if candidates.verdict is not Verdict.BEGINS:
             return candidates.verdict
@@ -106,7 +97,7 @@ class Admission:
         candidates.placement = DecodePlacement(to, tuple(here.loads), fit.location, reason, here.left)
         here.loads[to] += sequence.num_tokens_with_placeholders
         self._join(candidates, here.batches[to], fit)
-        if not candidates.on_prefill_worker and not sequence.transfer.loading_tokens:
+        if not candidates.rows.on_prefill_worker and not sequence.transfer.loading_tokens:
             missing = sequence.num_tokens_with_placeholders - sequence.num_computed_tokens
             here.budgets[to] -= self._chunk_policy.next_chunk(missing, here.budgets[to], sequence.num_computed_tokens)
         return Verdict.BEGINS
@@ -119,10 +110,11 @@ class Admission:
         """The batches that a sequence may join, and whose next chunk has room for some of its tokens."""
         sequence, begun = candidates.sequence, candidates.num_stored_tokens
         missing = sequence.num_tokens_with_placeholders - begun
+        is_loaded = any(start.source is None for start in candidates.starts[:1])  # so its chunk has no rows of it yet
         able = [
             i
             for i, budget in enumerate(budgets)
-            if candidates.loads_kv or self._chunk_policy.next_chunk(missing, budget, begun) > 0
+            if is_loaded or self._chunk_policy.next_chunk(missing, budget, begun) > 0
         ]
         if (other := sequence.follows) is not None:
             able = [i for i in able if other in candidates.batches[i].running]

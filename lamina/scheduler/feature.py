@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from lamina.config.partition import KvShards
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.executor import Report
@@ -102,6 +103,20 @@ class Loss:
         return 0 if keep.sequence in self.distrusted else self.surviving(keep)
 
 
+class NewMemory(NamedTuple):
+    """Other memory workers, to which the KV that is left moves.
+
+    ``blocks``: theirs, all free. ``max_num_seqs``: the limit of running sequences. ``new_shards``: see EpochChanged.
+    ``state_shards``, ``state_slots``: see ComputeReady.
+    """
+
+    blocks: BlockTables
+    max_num_seqs: int
+    new_shards: Mapping[int, int] = {}
+    state_shards: Several[KvShards | None] = ()
+    state_slots: int = 0
+
+
 class Feature:
     """A feature of the scheduler. Every hook has an empty default.
 
@@ -182,11 +197,6 @@ class Feature:
 
     # Retained KV of finished sequences, by sequence id:
     @property
-    def has_retained(self) -> bool:
-        """True if ``eviction_order`` is not empty. Must be fast."""
-        return False
-
-    @property
     def eviction_order(self) -> list[int]:
         """The retained sequences, in the order in which they are evicted."""
         return []
@@ -199,7 +209,7 @@ class Feature:
     def roll_back(self, loss: Loss) -> None:
         """Drop all state of steps in flight. May distrust sequences, and must add retained KV to ``loss.kept``."""
 
-    def relocate(self, kept: list[SurvivingKv]) -> None:
+    def relocate(self, kept: list[SurvivingKv], memory: NewMemory) -> None:
         """After ``roll_back``, if the memory workers change: KV lies where ``kept`` says, and no other is left. May
         remove entries.
         """

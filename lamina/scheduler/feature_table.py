@@ -10,7 +10,7 @@ from lamina.protocol.control import ComputeReady
 from lamina.protocol.executor import Report
 from lamina.protocol.step_plan import SequenceOp, SurvivingKv
 
-from .feature import Feature, Leaving, Loss, PlanDraft, Scheduling
+from .feature import Feature, Leaving, Loss, NewMemory, PlanDraft, Scheduling
 from .scheduler_output import Round, ScheduledStep, TransferResult
 from .sequence import Sequence
 from .starts import Candidates, KvStart, Verdict
@@ -98,10 +98,6 @@ class FeatureTable:
             f.on_step_done(step, done)
 
     @property
-    def has_retained(self) -> bool:
-        return any(f.has_retained for f in self._with["has_retained"])
-
-    @property
     def eviction_order(self) -> list[int]:
         return [number for f in self._with["eviction_order"] for number in f.eviction_order]
 
@@ -113,9 +109,9 @@ class FeatureTable:
         for f in reversed(self._with["roll_back"]):
             f.roll_back(loss)
 
-    def relocate(self, kept: list[SurvivingKv]) -> None:
+    def relocate(self, kept: list[SurvivingKv], memory: NewMemory) -> None:
         for f in self._with["relocate"]:
-            f.relocate(kept)
+            f.relocate(kept, memory)
 
     def resume(self, ready: ComputeReady) -> None:
         for f in self._with["resume"]:

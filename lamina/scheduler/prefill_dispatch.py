@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from functools import partial
 
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.step_plan import GRANTS_AHEAD, BindReply, Fork, Free, New, PrefillGrant, SequenceOp, StepPlan
@@ -106,7 +105,8 @@ class PrefillDispatcher(Feature):
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
         """Reserve a worker for a new sequence, if prompts need reservations."""
         if self.slo_admission.routes_prompts and (
-            not self.workers or self.is_for_prefill_worker(sequence, self.slo_admission.cached_tokens_of(sequence))
+            not self.workers
+            or self.is_for_prefill_worker(sequence, self.slo_admission.known.cached_tokens_of(sequence))
         ):
             self.slo_admission.reserve(sequence)
 
@@ -243,7 +243,9 @@ class PrefillDispatcher(Feature):
     def find_starts(self, candidates: Candidates) -> None:
         """Let a sequence wait for its own worker, without holding up others."""
         sequence = candidates.sequence
-        candidates.is_for_prefill_worker = partial(self.is_for_prefill_worker, sequence)
+        if self.workers:
+            cached = self.slo_admission.known.cached_tokens_of(sequence)
+            candidates.rows.prefers_prefill_worker = self.is_for_prefill_worker(sequence, cached)
         if self.waits_for_own_worker(sequence):
             candidates.verdict = Verdict.STEPS_ASIDE
 
@@ -286,6 +288,7 @@ class PrefillDispatcher(Feature):
 
     def resume(self, ready: ComputeReady) -> None:
         """Set new prompt caches if stores have changed: the replacement of a lost worker may have another size."""
+        self.slo_admission.begin_epoch(ready)
         if self._caches_of is not None and ready.prefill_stores != self._bound_stores:
             self._bound_stores = ready.prefill_stores
             self.reset_caches(self._caches_of(self._bound_stores))
@@ -295,6 +298,9 @@ class PrefillDispatcher(Feature):
 
         The plan gets a grant for each chunk, as far as there are blocks; retained KV is evicted for them.
         """
+        for sequence in draft.picked:
+            if sequence.num_computed_tokens == sequence.num_cached_tokens:
+                self.slo_admission.on_inline_prefill_started(sequence)
         running, ops = draft.batch.running, draft.batch.ops
         if not self.workers or any(s.is_schedulable and s not in draft.picked for s in running):
             return

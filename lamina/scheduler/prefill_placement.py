@@ -46,11 +46,10 @@ class PrefillPlacement(Feature):
                     start = stored
             candidates.may_begin_anew = True
         candidates.starts = [start] if start else []
-        candidates.loads_kv = start is not None and start.source is None
-        candidates.on_prefill_worker = True
+        candidates.rows.on_prefill_worker = True
         length = start.length if start else 0
         chunk = candidates.next_chunk_after(length)
-        candidates.first_chunk_s = self._prefill.slo_admission.stored_start_s(length, chunk)
+        candidates.rows.first_chunk_s = self._prefill.slo_admission.stored_start_s(length, chunk)
         if not self._prefill.can_accept(sequence):
             candidates.verdict = Verdict.STEPS_ASIDE if self._prefill.has_free_worker else Verdict.HOLDS_UP
 
@@ -93,10 +92,10 @@ class PrefillPlacement(Feature):
         """Queue its prompt at its worker, or record that compute workers run it."""
         sequence, admission = candidates.sequence, self._prefill.slo_admission
         if candidates.placement is not None and not sequence.is_hidden:
-            admission.on_placed(sequence, candidates.placement, by_prefill_worker=candidates.on_prefill_worker)
-        if candidates.on_prefill_worker and start is not None and start.source is None:
+            admission.on_placed(sequence, candidates.placement, by_prefill_worker=candidates.rows.on_prefill_worker)
+        if candidates.rows.on_prefill_worker and start is not None and start.source is None:
             self._prefill.assign_when_loaded(sequence)
-        elif candidates.on_prefill_worker:
+        elif candidates.rows.on_prefill_worker:
             self._prefill.assign(sequence)
         else:
             self._prefill.skip(sequence)

@@ -6,7 +6,7 @@ Pure policy: no torch, no I/O, no clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -27,9 +27,9 @@ from .batch import (
 )
 from .fair_order import FairOrder
 from .fair_slots import find_exchange
-from .feature import Feature, Leaving, Loss, PlanDraft
+from .feature import Feature, Leaving, Loss, NewMemory, PlanDraft
 from .feature_table import FeatureTable
-from .kv_manager.allocator import NO_SHARDS, KvAllocator, next_rows
+from .kv_manager.allocator import KvAllocator, next_rows
 from .preemption import Preemption
 from .rotation.pipeline import route
 from .scheduler_output import Round, ScheduledStep, TransferResult, commit, round_of
@@ -70,6 +70,7 @@ class Scheduler:
         one over ``accounting``. ``features``: in the order in which their hooks are called.
         """
         self.epoch = self.num_replicas = 0
+        self._max_num_seqs = max_num_seqs
         self._accounting = accounting
         self._chunk_policy = ChunkPolicy(prefill_chunk, aligned)
         self._allocator = allocator or KvAllocator(accounting, max_num_seqs + prefill_chunk)
@@ -79,7 +80,7 @@ class Scheduler:
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
         self.features = FeatureTable(features)
-        self.admission = Admission(accounting, self._allocator, self._chunk_policy, max_num_seqs, self.features)
+        self.admission = Admission(accounting, self._allocator, self._chunk_policy, self.features)
         self._preemption = Preemption(accounting, self._allocator, self.features)
         self._prefill_steps: list[ScheduledStep] = []  # for prefill workers; ``take_prefill_steps`` empties it
         self._pending_ops: list[SequenceOp] = []  # for the next plan
@@ -114,7 +115,7 @@ class Scheduler:
     def available_blocks(self) -> tuple[int, ...]:
         """Available KV blocks of each layer group: free ones, and those of retained or finished sequences."""
         running = self.running
-        if not self.features.has_retained and not any(s.finished for s in running):
+        if not self.features.eviction_order and not any(s.finished for s in running):
             return self._accounting.free_blocks
         held = self._accounting.count_blocks(s.id for s in running if not s.finished)
         return tuple(total - n for total, n in zip(self._accounting.num_blocks, held, strict=True))
@@ -191,9 +192,9 @@ class Scheduler:
             self._drop_finished(batch)
             batch.ops += self.features.batch_ops(batch.running)
         if self.waiting:
-            if self.admission.has_no_place(self.batches):
+            if self.num_running >= self._max_num_seqs:
                 self._make_fair()
-            self.admission.admit(self.waiting, self.batches)
+            self.admission.admit(self.waiting, self.batches, self._max_num_seqs)
             if self.admission.lacks_blocks:
                 self._make_fair()
         self.features.after_admission(self)
@@ -240,11 +241,10 @@ class Scheduler:
         taken, self._prefill_steps = self._prefill_steps, []
         return taken
 
-    def on_step_done(self, step: ScheduledStep) -> Round | None:
-        """Process a step that has completed; its tokens are appended. Returns its round, if that has completed."""
+    def on_step_done(self, step: ScheduledStep) -> None:
+        """Process a step that has completed; its tokens are appended."""
         done = None if step.prefill_worker is not None else self._take_done(step)
         self.features.on_step_done(step, done)
-        return done
 
     def _take_done(self, step: ScheduledStep) -> Round | None:
         flight = next(r for r in self.rounds_in_flight if step in r.unfinished_steps)
@@ -286,16 +286,14 @@ class Scheduler:
             sequence.reset_computed()
             self.features.on_arrival(sequence, is_new=False)
 
-    def adopt_blocks(
-        self, blocks: BlockTables, keep: Iterable[SurvivingKv], new_shards: Mapping[int, int] = NO_SHARDS
-    ) -> list[SurvivingKv]:
-        """Replace the block tables after ``roll_back``. Returns the new places of KV; running sequences come first.
-
-        ``new_shards``: see EpochChanged.
+    def adopt_memory(self, memory: NewMemory, keep: Iterable[SurvivingKv]) -> list[SurvivingKv]:
+        """Go on with other memory workers after ``roll_back``. Returns the new places of KV; running sequences come
+        first.
         """
-        self._accounting.replace_with(blocks)
-        kept = self._allocator.reassign(keep, self.features.eviction_order[::-1], new_shards)
-        self.features.relocate(kept)
+        self._max_num_seqs = memory.max_num_seqs
+        self._accounting.replace_with(memory.blocks)
+        kept = self._allocator.reassign(keep, self.features.eviction_order[::-1], memory.new_shards)
+        self.features.relocate(kept, memory)
         self._accounting.reconcile(kept, moved=True)
         self._reset_sequences([*self.waiting, *apply_locations(self.batches, kept)])
         return kept

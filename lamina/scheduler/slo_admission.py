@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lamina.protocol.control import ComputeReady
-from lamina.request import OverloadedError, Refusal
+from lamina.request import Refusal
 
 from .conductor import Conductor, ConductorConfig, PromptInfo, StoredLatency
 from .conductor.decision_log import INLINE, DecisionLog, LoggedPrompt
@@ -34,8 +34,33 @@ from .starts import DecodePlacement
 INITIAL_PREFILL_LATENCY = PrefillLatency(0.0, 1e-4, 0.0)  # of prompts, until some were computed
 
 
-# Returns the first tokens that memory workers can give a prefill worker, and how many of them are loaded first.
-StoredTokens = Callable[[Sequence], tuple[int, int]]
+@dataclass(frozen=True)
+class KnownKv:
+    """The KV with which prompts can begin, as the driver knows it.
+
+    ``prefix_index``, ``keys``: the pages of prompts that prefill workers keep. ``cached_tokens_of``: the first tokens
+    of a sequence that are cached, or will be. ``shared_tokens_of``: tokens that the completions of a request compute
+    once. ``stored_tokens_of``: the first tokens that memory workers can give a prefill worker, and how many of them are
+    loaded first.
+    """
+
+    prefix_index: PrefixIndex = field(default_factory=PrefixIndex)
+    keys: PageKeys = field(default_factory=lambda: PageKeys(0))
+    cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0
+    shared_tokens_of: Callable[[Sequence], int] = lambda sequence: 0
+    stored_tokens_of: Callable[[Sequence], tuple[int, int]] = lambda sequence: (0, 0)
+
+
+class KvTransferLatency(NamedTuple):
+    """The time to bring KV to a prefill worker. ``peers``: from another one; None: they send none. ``stored``: what
+    memory workers have stored; None: prefill workers get none of it.
+    """
+
+    peers: TransferLatencyEstimator | None = None
+    stored: StoredLatency | None = None
+
+
+NO_TRANSFERS = KvTransferLatency()
 
 
 class _Reservation(NamedTuple):
@@ -72,38 +97,25 @@ class SloAdmission:
         clock: Callable[[], float] = float,
         staged: PrefillPipelineShape = SINGLE_STAGE,
         *,
-        prefix_index: PrefixIndex | None = None,
-        keys: PageKeys | None = None,
-        transfer_latency: TransferLatencyEstimator | None = None,
-        cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
-        shared_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
-        stored_tokens_of: StoredTokens = lambda sequence: (0, 0),
-        stored_latency: StoredLatency | None = None,
+        known: KnownKv | None = None,
+        transfers: KvTransferLatency = NO_TRANSFERS,
         decision_log: DecisionLog | None = None,
     ) -> None:
         """``num_workers``: prefill workers, or pipelines of them (``staged``); 0: compute workers run prompts.
-
-        ``prefix_index``, ``keys``: the pages of prompts that prefill workers keep. ``transfer_latency``: the time to
-        send pages from one prefill worker to another; None: they send none. ``cached_tokens_of``: the first tokens of
-        a sequence that are cached. ``shared_tokens_of``: tokens that the completions of a request compute once.
-        ``stored_tokens_of``: what memory workers have for a prompt.
-        ``stored_latency``: the time to get what memory workers have stored; None: prefill workers get none of it.
-        ``decision_log`` gets each decision, unless None.
+        ``known``: None: no KV. ``transfers``: the first predictions. ``decision_log`` gets each decision, unless None.
         """
-        self.cached_tokens_of, self.shared_tokens_of = cached_tokens_of, shared_tokens_of
+        self.known = known or KnownKv()
         self.has_limits, self.decision_log = False, decision_log
         self.keeps_prompts = False  # prefill workers keep K and V of prompts
-        self._stored_tokens_of = stored_tokens_of
-        self.prefix_index, self.keys = prefix_index or PrefixIndex(), keys or PageKeys(0)
         self.conductor = Conductor(
             config=ConductorConfig(policy="auto"),
-            prefix_index=self.prefix_index,
+            prefix_index=self.known.prefix_index,
             prefill_latency=PrefillLatencyEstimator(INITIAL_PREFILL_LATENCY, trusted=False),
-            transfer_latency=transfer_latency,
+            transfer_latency=transfers.peers,
             decode_load_model=DecodeLoadModel(1, StepLatency(0.0, 0.0, 0.0), 0.0, weight=0),
             num_workers=max(1, num_workers),
             staged=staged,
-            stored_latency=stored_latency,
+            stored_latency=transfers.stored,
         )
         self._clock, self._max_num_seqs, self._on_prefill_workers = clock, max_num_seqs, num_workers > 0
         self._steps = StepLatencyEstimator()
@@ -135,27 +147,22 @@ class SloAdmission:
         """True if prompts need a reservation: there are prefill workers to choose from, or limits to keep."""
         return self._on_prefill_workers or self.has_limits
 
-    def check_admission(
-        self, sequences: Several[Sequence], places: Callable[[int], float], *, accepted: bool = False
-    ) -> None:
-        """Raise OverloadedError if a new request with these completions would miss its limits.
+    def check_admission(self, sequences: Several[Sequence], places: Callable[[int], float]) -> Refusal | None:
+        """The reason why a new request with these completions is rejected; None if it keeps its limits.
 
-        ``places(tokens)``: how many completions of that length fit the KV cache at once. ``accepted``: the request was
-        admitted before, so it is not refused.
+        ``places(tokens)``: how many completions of that length fit the KV cache at once.
         """
-        if accepted or not self.has_limits:
-            return
+        if sequences[0].is_accepted or not self.has_limits:
+            return None
         prompt, now, decoding = self._known_prompt(sequences[0]), self._clock(), self.conductor.decode_load_model
         mean = int(max(decoding.mean_tokens, len(sequences[0].tokens) + decoding.mean_answer_tokens))
         most = min(self._max_num_seqs, places(max(1, mean - prompt.num_cached_tokens)))
         ahead = self._num_prompts_before(prompt) + len(self._decoding)
         choice, room_s = self.conductor.choose(prompt, now), decoding.time_until_slot_s(most, ahead) if ahead else 0.0
-        if (refusal := self.conductor.check_admission(prompt, choice, now, room_s)) is not None:
-            if self.decision_log:
-                self.decision_log.log_refused(
-                    _asked(sequences[0]), refusal, self.conductor.rank_candidates(prompt, now)
-                )
-            raise OverloadedError(refusal)
+        refusal = self.conductor.check_admission(prompt, choice, now, room_s)
+        if refusal is not None and self.decision_log:
+            self.decision_log.log_refused(_asked(sequences[0]), refusal, self.conductor.rank_candidates(prompt, now))
+        return refusal
 
     def _num_prompts_before(self, prompt: PromptInfo) -> int:
         """The number of reserved prompts that run before ``prompt``."""
@@ -166,7 +173,7 @@ class SloAdmission:
         if sequence not in self._reservations:
             self._leave(sequence)
             prompt, now, first = self._known_prompt(sequence), self._clock(), self._first.get(sequence.request_id)
-            shares = first is not None and (shared := self.shared_tokens_of(sequence)) > prompt.num_cached_tokens
+            shares = first is not None and (shared := self.known.shared_tokens_of(sequence)) > prompt.num_cached_tokens
             if first is not None and shares:
                 choice = self._after(first, prompt._replace(num_cached_tokens=shared), now)
             else:
@@ -364,21 +371,21 @@ class SloAdmission:
     @property
     def num_page_replicas(self) -> int | None:
         """Second and further copies of pages on prefill workers; None if they keep no pages."""
-        return self.prefix_index.num_replicas(PREFILL) if self.keeps_prompts else None
+        return self.known.prefix_index.num_replicas(PREFILL) if self.keeps_prompts else None
 
     def _known_prompt(self, sequence: Sequence) -> PromptInfo:
-        tokens, priority = sequence.num_tokens_with_placeholders, sequence.priority
+        tokens, priority, known = sequence.num_tokens_with_placeholders, sequence.priority, self.known
         if not self._on_prefill_workers:
-            return PromptInfo(tokens, num_cached_tokens=self.cached_tokens_of(sequence), priority=priority)
-        stored, loaded = self._stored_tokens_of(sequence) if self.conductor.stored_latency else (0, 0)
-        keys, page = self._keys_of(sequence), self.keys.page_size if self.keeps_prompts else 1
+            return PromptInfo(tokens, num_cached_tokens=known.cached_tokens_of(sequence), priority=priority)
+        stored, loaded = known.stored_tokens_of(sequence) if self.conductor.stored_latency else (0, 0)
+        keys, page = self._keys_of(sequence), known.keys.page_size if self.keeps_prompts else 1
         return PromptInfo(tokens, keys, page, priority=priority, num_stored_tokens=stored, num_loaded_tokens=loaded)
 
     def _keys_of(self, sequence: Sequence) -> Several[bytes]:
         """The keys of the pages that prefill workers keep of a prompt."""
         if not self.keeps_prompts or sequence.discarded_ranges:
             return ()
-        return self.keys.whole(sequence, min(len(sequence.prompt), sequence.num_prefill_tokens))
+        return self.known.keys.whole(sequence, min(len(sequence.prompt), sequence.num_prefill_tokens))
 
     def _join(self, sequence: Sequence) -> None:
         if self.has_limits:
@@ -396,7 +403,7 @@ class SloAdmission:
 
     # Prompts on compute workers, several at once:
     def on_inline_prefill_started(self, sequence: Sequence) -> None:
-        """Record that the first rows of a prompt are sent to the compute workers."""
+        """Record that the first rows of a prompt are planned for the compute workers."""
         if not self._on_prefill_workers and sequence in self._reservations and sequence not in self._inline:
             self._inline[sequence] = self._clock()
             if len(self._inline) == 1:

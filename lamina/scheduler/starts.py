@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -63,35 +62,41 @@ class DecodePlacement(NamedTuple):
     free_blocks: Several[int]
 
 
-def _never(known: int) -> bool:
-    return False
+@dataclass
+class PromptRows:
+    """The computation of a sequence's prompt. ``on_prefill_worker``: it is there, else in steps that decode.
+    ``prefers_prefill_worker``: it will be there once all that other sequences compute of it is cached.
+    ``first_chunk_s``: the seconds of its first rows there. ``token_s``: of a row here; 0: unknown.
+    """
+
+    on_prefill_worker: bool = False
+    prefers_prefill_worker: bool = False
+    first_chunk_s: float = 0.0
+    token_s: float = 0.0
 
 
 @dataclass
 class Candidates:
     """The ways in which a waiting sequence may begin, which features fill in.
 
-    ``alone``: nothing runs. ``starts``: the best first. ``may_begin_anew``: it begins without any, where there is no
-    room for these. ``is_settled``: no feature adds starts any more. ``loads_kv``: the best start is loaded, so its
-    chunk has no rows of it yet. ``on_prefill_worker``: its rows are computed elsewhere. ``first_chunk_s``: the seconds
-    of the first ones there. ``is_for_prefill_worker``: whether they would be, if so many tokens are stored.
-    ``prefill_token_s``: seconds of a token of a prompt; 0: unknown. ``placement``: is there once it begins.
+    ``starts``: the best first. ``may_begin_anew``: it begins without any, where there is no room for these.
+    ``is_settled``: no feature adds starts any more. ``placement``: is there once it begins.
     """
 
     sequence: Sequence
     batches: Several[Batch]
     chunk_policy: ChunkPolicy
-    alone: bool
     verdict: Verdict = Verdict.BEGINS
     starts: list[KvStart] = field(default_factory=list)
     may_begin_anew: bool = True
     is_settled: bool = False
-    loads_kv: bool = False
-    on_prefill_worker: bool = False
-    first_chunk_s: float = 0.0
-    is_for_prefill_worker: Callable[[int], bool] = _never
-    prefill_token_s: float = 0.0
+    rows: PromptRows = field(default_factory=PromptRows)
     placement: DecodePlacement | None = None
+
+    @property
+    def alone(self) -> bool:
+        """True if nothing runs."""
+        return not any(batch.running for batch in self.batches)
 
     def next_chunk_after(self, known: int) -> int:
         """The number of its tokens in its first chunk, if ``known`` ones are there."""

@@ -15,7 +15,7 @@ from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
 from lamina.engine.engine import Engine
 from lamina.engine.evacuation import Evacuation
-from lamina.engine.scheduler_factory import cordon, cordoned_workers, new_block_tables
+from lamina.engine.scheduler_factory import cordon, cordoned_workers, new_memory
 from lamina.protocol.step_plan import BindReply
 from lamina.request import SamplingParams
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
@@ -189,7 +189,7 @@ def test_it_outlives_that_another_one_takes_a_place() -> None:
     add(engine, 3)
     before = {s.id: s.location.kv_shard for s in engine.scheduler.running}
     keep = engine.scheduler.roll_back([], lambda each: each.length)
-    engine.scheduler.adopt_blocks(new_block_tables(engine.worker_info), keep, {0: 0, 1: 1, 2: 2})
+    engine.scheduler.adopt_memory(new_memory(engine.config, engine.worker_info, {0: 0, 1: 1, 2: 2}), keep)
     assert cordoned_workers(engine.scheduler, engine.worker_info) == [1]
     assert {s.id: s.location.kv_shard for s in engine.scheduler.running} == before
     lanes_of_two = [KvShards((True, False)), KvShards((False, True))]
@@ -197,7 +197,7 @@ def test_it_outlives_that_another_one_takes_a_place() -> None:
         engine.worker_info, kv_shards=lanes_of_two, holders=[[0], [1]], num_blocks=[[60]] * 2, windows=[0] * 2
     )
     keep = engine.scheduler.roll_back([], lambda each: each.length)
-    engine.scheduler.adopt_blocks(new_block_tables(few), keep)
+    engine.scheduler.adopt_memory(new_memory(engine.config, few, {}), keep)
     assert cordoned_workers(engine.scheduler, few) == [], "others have these numbers now"
 
 
@@ -223,7 +223,7 @@ def test_who_takes_the_place_of_those_that_left_is_open() -> None:
     exits.begin()
     exits.finish()
     keep = engine.scheduler.roll_back([], lambda each: each.length)
-    engine.scheduler.adopt_blocks(new_block_tables(engine.worker_info), keep)
+    engine.scheduler.adopt_memory(new_memory(engine.config, engine.worker_info, {}), keep)
     assert cordoned_workers(engine.scheduler, engine.worker_info) == []
     add(engine, 6)
     assert {*lanes(engine)} == {0, 1, 2}
@@ -243,7 +243,7 @@ def test_a_cordon_goes_with_its_worker_where_others_leave_for_good() -> None:
         windows=[0] * 2,
     )
     keep = engine.scheduler.roll_back([], lambda each: each.length)
-    engine.scheduler.adopt_blocks(new_block_tables(few), keep, {1: 0, 2: 1})
+    engine.scheduler.adopt_memory(new_memory(engine.config, few, {1: 0, 2: 1}), keep)
     assert cordoned_workers(engine.scheduler, few) == [1]
 
 

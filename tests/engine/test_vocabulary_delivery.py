@@ -23,10 +23,11 @@ def step(grammar: str = "", *, first: bool = True) -> RunStep:
 
 
 def test_once_for_each_receiver_and_epoch() -> None:
-    made, sent = list[int](), VocabularyDelivery()
-    assert not sent.is_available
-    assert sent.attached([step("start: /a/")]) is None
-    sent.use(lambda: made.append(1) or WORDS)  # type: ignore[func-returns-value]
+    made, without = list[int](), VocabularyDelivery()
+    assert not without.is_available
+    assert without.attached([step("start: /a/")]) is None
+    sent = VocabularyDelivery(lambda: made.append(1) or WORDS)  # type: ignore[func-returns-value]
+    assert sent.is_available
     assert sent.attached([step(), step("start: /a/", first=False)]) is None
     assert made == []
     assert sent.attached([step(), step("start: /a/")]) == WORDS

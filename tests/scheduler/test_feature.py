@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from msgspec import structs
 from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
 from lamina.engine.engine import Engine
+from lamina.engine.scheduler_factory import build_parts
+from lamina.engine.tuning.tuner import Tuner
 from lamina.protocol.offload_messages import OffloadFacts
 from lamina.request import SamplingParams
 from lamina.scheduler.feature import Feature
@@ -72,6 +75,7 @@ WITH: dict[type[Feature], tuple[dict[str, Any], dict[str, Any]]] = {
     PrefillPlacement: ({"prefill_workers": 1}, {}),
     KvMigration: ({"partition": "spill", "memory_workers": 2}, {}),
     StepTimer: ({}, {}),
+    Tuner: ({"plan": "auto"}, {}),
 }
 
 
@@ -85,15 +89,13 @@ def engine_of(
             kept = [feature for feature in features if not isinstance(feature, without)]
             super().__init__(*args, features=[*kept, *more], **options)
 
-    class OtherEngine(Engine):
-        scheduler_class = OtherScheduler
-
     options, facts = WITH[like]
     ready = simulated_ready(num_layers=2, num_blocks=60, block_size=16, max_len=256)
     ready = structs.replace(ready, **facts)
     plain = {"transport": "shm", "block_size": 16, "max_num_seqs": 4, "prefill_chunk": 64}
     config = make_config(plain | options)
-    return OtherEngine(SimulatedExecutor(VirtualClock(), ready, lambda load: 0.01), config)
+    build = partial(build_parts, scheduler_class=OtherScheduler)
+    return Engine(SimulatedExecutor(VirtualClock(), ready, lambda load: 0.01), config, build=build)
 
 
 def finish(engine: Engine, lengths: Iterable[int]) -> list[int]:

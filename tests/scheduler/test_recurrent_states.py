@@ -15,6 +15,7 @@ from lamina.protocol.blocks.state_versions import ZEROS, StateVersions
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import Fork, New, RowRange, StateRows, StepPlan, SurvivingKv
 from lamina.request import CompletionOutput, SamplingParams
+from lamina.scheduler.feature import NewMemory
 from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
 from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
@@ -273,5 +274,6 @@ def test_as_many_sequences_run_on_new_workers_as_have_room_for_all_their_version
     for versions, running in ((2, 3), (3, 2), (7, 1)):
         prefixes.states = StateLedger([KvShards()], 7, versions)
         kept = [*keep]
-        prefixes.relocate(kept)
+        memory = NewMemory(BlockTables([0], [1], 1), SEQUENCES, state_shards=[KvShards()], state_slots=7)
+        prefixes.relocate(kept, memory)
         assert [each.sequence for each in kept if not each.snapshots] == [s.id for s in scheduler.running][:running]

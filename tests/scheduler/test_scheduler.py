@@ -10,7 +10,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduled import check_tokens, drive, make, with_prefill
+from scheduled import DoneRounds, check_tokens, drive, make, with_prefill
 
 from lamina.config.partition import KvShards, by_request
 from lamina.protocol.blocks.block_tables import BlockTables
@@ -229,7 +229,8 @@ def test_a_cancelled_sequence_waits_no_more() -> None:
 
 
 def test_batches_are_dealt_anew_by_what_their_attention_reads() -> None:
-    scheduler = Scheduler(BlockTables([0], [100], 4), max_num_seqs=8, prefill_chunk=100, num_batches=1)
+    rounds = DoneRounds()
+    scheduler = Scheduler(BlockTables([0], [100], 4), max_num_seqs=8, prefill_chunk=100, features=[rounds])
     sequences = [make(i, length, 20) for i, length in enumerate([3, 40, 5, 30, 6])]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -238,15 +239,18 @@ def test_batches_are_dealt_anew_by_what_their_attention_reads() -> None:
     assert scheduler.schedule() == [], "not while a round is in flight"
     for sequence in sequences:
         sequence.append(7)
-    done = scheduler.on_step_done(first)
+    scheduler.on_step_done(first)
+    (done,) = rounds.each
     assert done is not None
     assert (done.num_batches, done.rows, done.is_decode_only) == (1, 84, False)
     steps = scheduler.schedule()
     assert [[len(s.prompt) for s in step.sequences] for step in steps] == [[3, 40], [5, 30, 6]]
     assert all(-1 not in step.tokens for step in steps)
     ahead = scheduler.schedule()
-    found = [scheduler.on_step_done(step) for step in (*steps, *ahead)]
-    assert [r and (r.num_batches, r.rows, r.is_decode_only) for r in found] == [None, (2, 5, False), None, (2, 5, True)]
+    for step in (*steps, *ahead):
+        scheduler.on_step_done(step)
+    found = [r and (r.num_batches, r.rows, r.is_decode_only) for r in rounds.each[1:]]
+    assert found == [None, (2, 5, False), None, (2, 5, True)]
 
 
 def test_a_batch_that_joins_late_rotates_in_phase_with_the_others() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scheduled import make, with_prefill
+from scheduled import DoneRounds, make, with_prefill
 
 from lamina.config.partition import KvShards
 from lamina.config.sparsity import SparsityOptions
@@ -264,15 +264,15 @@ def test_a_long_prompt_before_it_does_not_stop_a_sequence_that_decodes() -> None
 
 
 def test_what_is_known_of_a_round_that_is_done() -> None:
-    scheduler = Scheduler(tables(99), max_num_seqs=9, prefill_chunk=9)
+    done = DoneRounds()
+    scheduler = Scheduler(tables(99), max_num_seqs=9, prefill_chunk=9, features=[done])
     sequence = make(0, 4, 20)
     scheduler.add(sequence)
     rounds = [scheduler.schedule(), scheduler.schedule()]
-    done = []
     for (step,) in rounds:
         sequence.append(7)
-        done.append(scheduler.on_step_done(step))
-    assert [(r.rows, r.tokens, r.is_decode_only) for r in done if r] == [(4, 5, False), (1, 6, True)]
+        scheduler.on_step_done(step)
+    assert [(r.rows, r.tokens, r.is_decode_only) for r in done.each if r] == [(4, 5, False), (1, 6, True)]
     sequence.finish("abort")
     last = make(1, 4, 20)
     scheduler.add(last)
@@ -281,7 +281,8 @@ def test_what_is_known_of_a_round_that_is_done() -> None:
     (empty,) = scheduler.schedule()
     assert (empty.plan.num_rows, empty.plan.ops) == (0, [Free(1)])
     scheduler.on_step_done(step)
-    found = scheduler.on_step_done(empty)
+    scheduler.on_step_done(empty)
+    found = done.each[-1]
     assert found is not None
     assert (found.rows, found.is_decode_only) == (0, False), "nothing was done in it"
 

@@ -80,7 +80,7 @@ class WireExecutor:
 
     is_recovering, borrower, has_pending_stats = False, None, False
 
-    def __init__(self, model: str, config: Any, progress: Any, launch: Any) -> None:
+    def __init__(self, model: str, config: Any, progress: Any, launch: Any, meanwhile: Any) -> None:
         self.wire = StoringWire()
         self.ready = self.wire.ready
         self.pids, self.hosts = {"memory-0": 0, "compute-0": 0}, {"memory-0": "localhost", "compute-0": "localhost"}
@@ -96,8 +96,6 @@ class WireExecutor:
         return getattr(self.wire, name)
 
     engine_features = ()
-
-    def call_periodically(self, call: Any) -> None: ...
 
     def request_stats(self) -> None:
         self._stats = {"memory-0": {"steps": 1.0}}

@@ -19,9 +19,9 @@ from lamina.scheduler.kv_manager.prompt_store import PromptCache
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.scheduler import Scheduler
-from lamina.scheduler.scheduler_output import ScheduledStep
+from lamina.scheduler.scheduler_output import Round, ScheduledStep
 from lamina.scheduler.sequence import Sequence
-from lamina.scheduler.slo_admission import SloAdmission
+from lamina.scheduler.slo_admission import KnownKv, KvTransferLatency, SloAdmission
 
 MAX_ROWS = 12
 STOP = 1_000_000  # a token that no prompt has and no model draws
@@ -33,6 +33,16 @@ def make(request_id: int, prompt: int, outputs: int, stop_at: int | None = None)
     seq = Sequence(request_id, params, 0, tokens, CompletionOutput(0), prompt + outputs, frozenset([STOP]))
     seq.stop_at = stop_at  # type: ignore[attr-defined]
     return seq
+
+
+class DoneRounds(Feature):
+    """Notes what completes with each step: its round, or nothing."""
+
+    def __init__(self) -> None:
+        self.each = list[Round | None]()
+
+    def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
+        self.each.append(done)
 
 
 def with_prefill(prefill: PrefillDispatcher, prefix_cache: PrefixCache | None = None) -> list[Feature]:
@@ -185,9 +195,8 @@ def drive(
     prefixes, sending = PrefixCache(ledger, page), sends and not window
     promises = SloAdmission(
         prefill_workers,
-        prefix_index=prefixes.prefix_index,
-        keys=prefixes.keys,
-        transfer_latency=TransferLatencyEstimator(TransferLatency.at_rate(1e6)) if sending else None,
+        known=KnownKv(prefixes.prefix_index, prefixes.keys, prefixes.num_cached_or_pending),
+        transfers=KvTransferLatency(TransferLatencyEstimator(TransferLatency.at_rate(1e6)) if sending else None),
     )
 
     def store_blocks() -> BlockTables:

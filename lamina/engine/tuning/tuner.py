@@ -10,8 +10,8 @@ import logging
 import math
 from collections.abc import Callable
 
-from lamina.engine.feature import EngineFeature
-from lamina.scheduler.scheduler_output import Round
+from lamina.scheduler.feature import Feature
+from lamina.scheduler.scheduler_output import Round, ScheduledStep
 
 from .round_time_model import RoundTimeModel
 
@@ -20,7 +20,7 @@ MIN_GAIN = 0.02  # more batches must gain more than this, since each token then 
 RETUNE_FACTOR = 1.1  # the load must change by more than this factor for a new choice
 
 
-class Tuner(EngineFeature):
+class Tuner(Feature):
     """Chooses the number of batches after each round. ``reason``: the last choice and why; "" before the first one."""
 
     def __init__(self, most: int, set_num_batches: Callable[[int], None]) -> None:
@@ -35,8 +35,9 @@ class Tuner(EngineFeature):
         self._laws = laws
         self._choose(1, f"1 batch until requests come; measured at the start: {laws.describe()}")
 
-    def on_round_done(self, done: Round) -> None:
-        if self._laws is None or not done.is_decode_only or not self._load_changed(done):
+    def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
+        """Choose anew if the load has changed."""
+        if self._laws is None or done is None or not done.is_decode_only or not self._load_changed(done):
             return
         first, self._rows, self._tokens = not self._rows, done.rows, done.tokens
         seconds = round_seconds(self._laws, self._most, done.rows, done.tokens)

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.step_plan import Free, SequenceOp, StateRows, SurvivingKv, Truncate
-from lamina.scheduler.feature import Loss
+from lamina.scheduler.feature import Loss, NewMemory
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.starts import Candidates, KvStart, Verdict
 from lamina.scheduler.state_ledger import StateLedger
@@ -127,12 +127,13 @@ class HybridPrefixCache(PrefixCache):
         super().roll_back(loss)
         loss.kept[:] = [structs.replace(each, snapshots=self.snapshots_of(each.sequence)) for each in loss.kept]
 
-    def relocate(self, kept: list[SurvivingKv]) -> None:
+    def relocate(self, kept: list[SurvivingKv], memory: NewMemory) -> None:
         """Leave out sequences whose states have no room on the new memory workers: each version takes a slot there."""
+        self.states.replace(memory.state_shards, memory.state_slots)
         retained = {*self._retained()}
         running = [each for each in kept if each.sequence not in retained][: self.states.max_running]
         kept[:] = self.states.adopt([*running, *(each for each in kept if each.sequence in retained)])
-        super().relocate(kept)
+        super().relocate(kept, memory)
 
     def _limit(self, sequence: Sequence) -> int:
         """Return how many of a sequence's tokens may share states with others."""

@@ -19,7 +19,7 @@ from lamina.protocol.kv_placement import KvLocation, StripeRun
 from lamina.protocol.loan_placement import relocated
 from lamina.protocol.step_plan import CommitMigration, CopyStripes, Fork, Free, SequenceOp, StripesCopied, SurvivingKv
 from lamina.scheduler.batch import Batch
-from lamina.scheduler.feature import Feature, Loss, Scheduling
+from lamina.scheduler.feature import Feature, Loss, NewMemory, Scheduling
 from lamina.scheduler.scheduler_output import Round, ScheduledStep
 from lamina.scheduler.sequence import Sequence
 
@@ -95,7 +95,7 @@ class KvMigration(Feature):
         loss.distrusted.update(self.unsure)
         self._copy, self.unsure, self._fails, self._stuck = None, {}, not self._ranks, False
 
-    def relocate(self, kept: list[SurvivingKv]) -> None:
+    def relocate(self, kept: list[SurvivingKv], memory: NewMemory) -> None:
         """Forget the closed groups, since their memory workers have been removed."""
         self.closing_shards.clear()
 

@@ -66,21 +66,23 @@ class OffloadIndex(Feature):
         exact: bool = True,
         num_parity: int = 0,
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
-        states: StoredStates | None = None,
+        states: Callable[[PageKeys, int], StoredStates] = StoredStates,
+        recomputes: bool = True,
     ) -> None:
         """``holders``: the memory workers of each layer group. ``prefix_index``: of keys with the store's root.
         A prompt is loaded up to a multiple of ``whole`` tokens.
 
         ``prompts_only``: completions are not saved. ``exact``: partial pages are. ``num_parity``: other memory workers,
         which keep the parity of what is loaded; they report as all do. ``cached_tokens_of``: returns how many tokens of
-        a waiting sequence the pool has. ``states``: of a model with recurrent layers.
+        a waiting sequence the pool has. ``states``: makes the index of states that are stored with these pages.
+        ``recomputes``: tokens that cannot be loaded are computed, else their sequence ends.
         """
-        self._cached_tokens_of = cached_tokens_of
+        self._cached_tokens_of, self._recomputes = cached_tokens_of, recomputes
         self.page_size, self.whole_page_tokens, self._prompts_only = facts.page_size, whole, prompts_only
         self.backend, self.is_complete = facts.backend, facts.is_complete
         self._num_parity, self._exact = num_parity, exact
-        self.keys, self.states = PageKeys(facts.page_size, prefix_index.root), states or StoredStates()
-        self.states.use_pages(self.keys, 1 if self._exact else whole)
+        self.keys = PageKeys(facts.page_size, prefix_index.root)
+        self.states = states(self.keys, 1 if self._exact else whole)
         self.identity, self._index, self._places = facts.identity, prefix_index, list[Place]()  # of KV shards
         self._ledger = tables
         windows = [w for w in tables.windows if w]
@@ -484,13 +486,12 @@ class OffloadIndex(Feature):
         del self._loading[op.sequence]
         sequence, valid = loading.sequence, loading.num_valid_tokens
         if loading.num_not_ready or valid < loading.loadable.length:
-            valid = (
-                valid if valid == loading.loadable.length else valid // self.whole_page_tokens * self.whole_page_tokens
-            )
+            if valid != loading.loadable.length:
+                valid -= valid % self.whole_page_tokens
             sequence.start_after_load(valid)
         sequence.set_transfer(loading_tokens=0)
         self.num_hit_tokens += 0 if loading.loadable.is_swapped else valid
-        return TransferResult(sequence, op.sequence, loading.error)
+        return TransferResult(sequence, op.sequence, loading.error, bool(loading.error) and not self._recomputes)
 
     def _saved(self, moving: PageTransfer) -> TransferResult | None:
         op, saving = moving.op, self._saving[moving.op.sequence]
@@ -515,7 +516,6 @@ class OffloadIndex(Feature):
             load = self.find_loadable(candidates.sequence, candidates.num_stored_tokens)
             if load is not None:
                 candidates.starts.insert(0, load)
-                candidates.loads_kv = True
             if self.states.are_needed:
                 self._take_snapshot(candidates, load)
 
@@ -553,9 +553,9 @@ class OffloadIndex(Feature):
         sequence = candidates.sequence
         if load.state_keys or sequence.evicts_kv or sequence.params.prompt_logprobs is not None:
             return 0.0
-        if candidates.on_prefill_worker:
-            return candidates.first_chunk_s
-        return candidates.next_chunk_after(load.length) * candidates.prefill_token_s
+        if candidates.rows.on_prefill_worker:
+            return candidates.rows.first_chunk_s
+        return candidates.next_chunk_after(load.length) * candidates.rows.token_s
 
     def extend_plan(self, draft: PlanDraft) -> None:
         """Number the transfers of the plan."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lamina.kv.fetch_window import eviction_order
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.step_plan import Free, SequenceOp, SurvivingKv, Truncate
-from lamina.scheduler.feature import Feature, Leaving, Loss
+from lamina.scheduler.feature import Feature, Leaving, Loss, NewMemory
 from lamina.scheduler.prefix_index import POOL, Holding, PageKeys, PrefixIndex, common_length
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import Sessions, SessionState
@@ -70,11 +70,6 @@ class PrefixCache(Feature):
     @property
     def num_retained(self) -> int:
         return sum(1 for _ in self._retained())
-
-    @property
-    def has_retained(self) -> bool:
-        """True if a sequence is retained."""
-        return next(self._retained(), None) is not None
 
     def _retained(self) -> Iterator[int]:
         """Yield the retained sequences, the least recently used first."""
@@ -152,7 +147,7 @@ class PrefixCache(Feature):
 
     def may_start(self, sequence: Sequence) -> bool:
         """True if there may be a hit, now or after evictions."""
-        return bool(self.has_retained or self.lookup(sequence))
+        return next(self._retained(), None) is not None or bool(self.lookup(sequence))
 
     def find_starts(self, candidates: Candidates) -> None:
         """Add the longest hit. A sequence waits if another one will soon have more of its prompt."""
@@ -161,7 +156,7 @@ class PrefixCache(Feature):
         beginnings = self.lookup(candidates.sequence)
         hit = self.longest_cached(beginnings)
         coming = self.pending_match(beginnings, hit)
-        if coming is not None and not candidates.is_for_prefill_worker(beginnings[-1].length):
+        if coming is not None and not candidates.rows.prefers_prefill_worker:
             soon = not coming.transfer.lacks_kv
             candidates.verdict = Verdict.HOLDS_UP if soon else Verdict.STEPS_ASIDE
         elif hit is not None:
@@ -326,7 +321,7 @@ class PrefixCache(Feature):
             else:
                 self.evict(number)
 
-    def relocate(self, kept: list[SurvivingKv]) -> None:
+    def relocate(self, kept: list[SurvivingKv], memory: NewMemory) -> None:
         """After ``roll_back``: set the new places of retained sequences; those not in ``kept`` are dropped."""
         places = {each.sequence: each.location for each in kept}
         for number in list(self._retained()):

@@ -106,7 +106,6 @@ class SessionCache(Feature):
         hit = self._prefix_cache.match_session(sequence) if alike else None
         load = self._offload_index.find_shifted(sequence) if self._offload_index and hit is None else None
         candidates.starts += [start for start in (load, hit) if start is not None]
-        candidates.loads_kv = load is not None
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
         """Record which tier had the KV of a turn that begins."""

@@ -16,25 +16,25 @@ class StoredStates:
     """Finds the keys of states (lamina.kv.page_keys), also of those that another server has saved."""
 
     def __init__(
-        self, shards: Several[KvShards | None] = (), snapshots_of: Callable[[int], Several[int]] = lambda number: ()
+        self,
+        keys: PageKeys,
+        unit: int,
+        shards: Several[KvShards | None] = (),
+        snapshots_of: Callable[[int], Several[int]] = lambda number: (),
     ) -> None:
-        """``shards``: see ComputeReady; none for other models. ``snapshots_of``: returns the lengths of the snapshots
-        of a sequence in the pool.
+        """``keys``: of the pages of storage. ``unit``: states are stored after its multiples only. ``shards``: see
+        ComputeReady; none for other models. ``snapshots_of``: returns the lengths of the snapshots of a sequence in the
+        pool.
         """
-        self._snapshots_of, self.shards = snapshots_of, shards
+        self._keys, self._unit, self._snapshots_of, self.shards = keys, unit, snapshots_of, shards
         # First bytes of a page's key -> tokens -> keys of states.
         self._after: dict[bytes, dict[int, set[bytes]]] = {}
-        self._keys, self._unit = PageKeys(1), 1
         self._seen: dict[int, list[int]] = {}  # running sequence -> its snapshots
 
     @property
     def are_needed(self) -> bool:
         """True if a prompt cannot begin with pages alone."""
         return bool(self.shards)
-
-    def use_pages(self, keys: PageKeys, unit: int) -> None:
-        """Set the pages of storage. ``unit``: states are stored after its multiples only."""
-        self._keys, self._unit = keys, unit
 
     def add_common(self, kv_shard: int, listed: Several[set[bytes]]) -> list[bytes]:
         """Add the states that a sequence in a KV shard can load, and return them. ``listed``: by memory worker."""

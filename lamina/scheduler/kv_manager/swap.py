@@ -64,12 +64,12 @@ class SwapPolicy(Feature):
 
     def find_starts(self, candidates: Candidates) -> None:
         """Let a preempted sequence begin only with its own KV, once all of it is saved."""
-        candidates.prefill_token_s = self.prefill_estimate_s(1)
+        candidates.rows.token_s = self.prefill_estimate_s(1)
         if self.is_saving(candidates.sequence):
             candidates.verdict = Verdict.STEPS_ASIDE
         elif (own := self.find_loadable(candidates.sequence)) is not None:
             candidates.starts, candidates.may_begin_anew = [own], candidates.alone
-            candidates.is_settled = candidates.loads_kv = True
+            candidates.is_settled = True
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> list[DeletePages]:
         """Delete its saved KV, unless it is being loaded."""

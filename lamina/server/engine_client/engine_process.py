@@ -9,11 +9,13 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lamina import netstack
 from lamina.engine.engine import Engine
+from lamina.engine.scheduler_factory import build_parts
 from lamina.engine.tuning.profiling import tune_num_batches
 from lamina.engine.tuning.unloaded_latency import check_slo
 from lamina.executor.counter_collection import has_progress
@@ -23,7 +25,16 @@ from lamina.executor.worker_executor import WorkerExecutor
 from lamina.grammar.vocabulary import vocabulary_of
 from lamina.models.tokenizer import load_in_background
 from lamina.observe.log_lines import is_json
-from lamina.protocol.control import EPOCH_BITS, ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
+from lamina.protocol.control import (
+    EPOCH_BITS,
+    ControlLink,
+    Failed,
+    LinkBrokenError,
+    LinkClosedError,
+    Progress,
+    Stop,
+    Vocabulary,
+)
 from lamina.protocol.executor import ReducedCapacityError, WorkerError
 from lamina.request import ErrorOrigin, OverloadedError, RequestOutput
 from lamina.scheduler.conductor.overload import NO_LIMITS
@@ -119,19 +130,29 @@ def serve_link(link: ControlLink, start: StartEngine) -> None:
     def progress(stage: str, done: int, total: int) -> None:
         link.send(Progress(stage=stage, done=done, total=total))
 
-    pools = WorkerExecutor(start.model, config, progress, launch=partial(open_launcher, without=start.lost_hosts))
+    loop: EngineLoop | None = None
+
+    def report() -> None:
+        if loop is not None:
+            loop.report()
+
+    pools = WorkerExecutor(
+        start.model, config, progress, launch=partial(open_launcher, without=start.lost_hosts), meanwhile=report
+    )
     try:
+        words = tokenizer.result(limit_s)
+        vocabulary: Callable[[], Vocabulary] | None = None
+        if words is not None:
+            facts = pools.ready
+            make = partial(vocabulary_of, words, facts.vocab_size, facts.eos_token_ids)
+            vocabulary = LowPriorityCall(make, "reading the vocabulary").result
         limits, trace = start.conductor_config.limits, pools.tracer.recorder
-        engine = Engine(pools, config, trace=trace, features=pools.engine_features, keeps_slo=limits != NO_LIMITS)
+        build = partial(build_parts, keeps_slo=limits != NO_LIMITS)
+        engine = Engine(pools, config, trace=trace, features=pools.engine_features, build=build, vocabulary=vocabulary)
         tune_num_batches(engine, progress)
         if start.is_first:
             check_slo(engine, limits, progress)
         engine.slo_admission.set_config(start.conductor_config)
-        words = tokenizer.result(limit_s)
-        if words is not None:
-            facts = pools.ready
-            make = partial(vocabulary_of, words, facts.vocab_size, facts.eos_token_ids)
-            engine.vocabulary.use(LowPriorityCall(make, "reading the vocabulary").result)
         loop = EngineLoop(link, engine, pools, words)
         try:
             loop.run()
@@ -174,7 +195,6 @@ class EngineLoop:
     def run(self) -> None:
         self._link.send(self.ready())
         self.report_workers()
-        self._pools.call_periodically(self.report)
         threads = [threading.Thread(target=t, name="lamina-link", daemon=True) for t in (self._read, self._write)]
         for thread in threads:
             thread.start()

@@ -15,8 +15,10 @@ class EpochGroup:
         self.rank, self.size, self.recordable = group.rank, group.size, group.recordable
         self._past_s = 0.0
 
-    def set_group(self, group: Collective) -> None:
-        """Use ``group`` from now on. Raises ValueError if graphs of slices were recorded for another kind of group."""
+    def begin_epoch(self, group: Collective) -> None:
+        """Forward to ``group``, whose ranks have connected again. Raises ValueError if graphs of slices were recorded
+        for another kind of group.
+        """
         if group.recordable != self.recordable:
             raise ValueError("--collective auto: ranks that reconnect would use another way: name one of the ways")
         self._past_s, self._group = self.wait_s, group

@@ -170,7 +170,7 @@ class ComputeServer(ModelServer):
             self._ranks = EpochGroup(staged)
             self._program = self.compile(self._cut, self._ranks)
         else:
-            self._ranks.set_group(staged)
+            self._ranks.begin_epoch(staged)
         return self._ranks
 
     def _check_room(self, copies: int) -> None:

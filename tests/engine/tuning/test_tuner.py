@@ -19,12 +19,14 @@ from lamina.engine.tuning.profiling import tune_num_batches
 from lamina.engine.tuning.round_time_model import RoundMeasurement, RoundTimeModel, fit_round_times
 from lamina.engine.tuning.tuner import Tuner, choose_num_batches, round_seconds
 from lamina.protocol.control import RunRound, StepDone
+from lamina.protocol.step_plan import StepPlan
 from lamina.request import SamplingParams
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
-from lamina.scheduler.scheduler_output import Round
+from lamina.scheduler.scheduler_output import Round, ScheduledStep
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LAYERS, MOST = 4, 4
+STEP = ScheduledStep(StepPlan(step=0, ops=[], rows=[]), [], [])
 Times = Callable[[int, int], tuple[float, float]]  # rows and tokens of a step -> its slices, its attention
 
 
@@ -153,12 +155,14 @@ def test_pools_that_share_cores_do_not_take_turns() -> None:
 def test_the_choice_follows_the_load() -> None:
     chosen = list[int]()
     tuner = Tuner(2, chosen.append)
-    tuner.on_round_done(Round(set(), 1, 8, 0, 4000, is_decode_only=True))
+    tuner.on_step_done(STEP, Round(set(), 1, 8, 0, 4000, is_decode_only=True))
     assert not chosen, "nothing is measured yet"
     tuner.use(RoundTimeModel((1.0, 0.0), (0.0, 0.0, 1e-3), 0.0, 1, {}))
     assert "until requests come; measured at the start: slices 1000.00 ms" in tuner.reason
-    done = lambda tokens, decodes=True: tuner.on_round_done(  # noqa: E731
-        Round(set(), 1, 8, 0, tokens, is_decode_only=decodes)
+    tuner.on_step_done(STEP, None)
+    assert chosen == [1], "the round goes on"
+    done = lambda tokens, decodes=True: tuner.on_step_done(  # noqa: E731
+        STEP, Round(set(), 1, 8, 0, tokens, is_decode_only=decodes)
     )
     done(200)
     assert chosen == [1, 1]

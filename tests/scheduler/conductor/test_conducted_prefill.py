@@ -16,7 +16,7 @@ from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
-from lamina.scheduler.slo_admission import SloAdmission
+from lamina.scheduler.slo_admission import KnownKv, SloAdmission
 
 
 class Hand:
@@ -119,7 +119,8 @@ def test_the_engine_has_no_policy_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_short_rest_behind_what_memory_workers_have_is_computed_there() -> None:
     """One chunk at most, and as far as it leaves those that decode what they are promised."""
-    prefill = PrefillDispatcher(2, 8, 1)
+    cached = [79]
+    prefill = PrefillDispatcher(2, 8, 1, SloAdmission(2, known=KnownKv(cached_tokens_of=lambda sequence: cached[0])))
     prompt = make(0, 80, 5)
     assert [prefill.is_for_prefill_worker(prompt, known) for known in (0, 71, 72, 79)] == [True, True, False, False]
     assert prefill.is_for_prefill_worker(make(1, 8, 5)), "nothing is there"
@@ -129,10 +130,9 @@ def test_a_short_rest_behind_what_memory_workers_have_is_computed_there() -> Non
         promises.on_round_done(10, 0.0, 0.1)
     assert prefill.is_for_prefill_worker(prompt, 72)
     assert not prefill.is_for_prefill_worker(prompt, 79), "its last row alone is no chunk"
-    promises.cached_tokens_of = lambda sequence: 79
     prefill.on_arrival(prompt)
     assert promises.conductor.num_waiting == 0
-    promises.cached_tokens_of = lambda sequence: 0
+    cached[0] = 0
     prefill.on_arrival(prompt)
     assert promises.conductor.num_waiting == 1
     prefill.skip(prompt)
@@ -142,8 +142,7 @@ def test_a_short_rest_behind_what_memory_workers_have_is_computed_there() -> Non
 
 
 def test_completions_whose_worker_is_full_hold_nobody_back() -> None:
-    promises = SloAdmission(2)
-    promises.shared_tokens_of = lambda sequence: 79
+    promises = SloAdmission(2, known=KnownKv(shared_tokens_of=lambda sequence: 79))
     prefill = PrefillDispatcher(2, 8, 1, promises)
     scheduler = Scheduler(BlockTables([0], [999], 4), max_num_seqs=16, prefill_chunk=8, features=with_prefill(prefill))
     completions, other = [make(0, 80, 5) for _ in range(4)], make(1, 80, 5)

@@ -16,6 +16,7 @@ from lamina.protocol.kv_placement import FIRST_LOCATION
 from lamina.protocol.step_plan import Fork, Free, New, RowRange, SequenceOp, StepPlan
 from lamina.request import CompletionOutput, SamplingParams
 from lamina.scheduler.batch import ChunkPolicy
+from lamina.scheduler.feature import NewMemory
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.scheduler import Scheduler
@@ -44,7 +45,7 @@ class Desk:
         return self.prefixes.longest_cached(self.prefixes.lookup(sequence))
 
     def start_op(self, sequence: Sequence, hit: KvStart | None) -> SequenceOp:
-        self.prefixes.on_started(Candidates(sequence, [], ChunkPolicy(1, False), alone=True), hit)
+        self.prefixes.on_started(Candidates(sequence, [], ChunkPolicy(1, False)), hit)
         return start_op(sequence, hit)
 
     def is_coming(self, sequence: Sequence, hit: KvStart | None) -> bool:
@@ -401,7 +402,7 @@ def test_what_is_retained_moves_as_far_as_there_is_room_behind_what_runs() -> No
     lanes = (KvShards((True, False)), KvShards((False, True)))
     keep = house.scheduler.roll_back([], lambda each: each.length)
     assert sorted(each.sequence for each in keep) == numbers
-    kept = house.scheduler.adopt_blocks(BlockTables([0, 0], [4, 8], SIZE, lanes), keep)
+    kept = house.scheduler.adopt_memory(NewMemory(BlockTables([0, 0], [4, 8], SIZE, lanes), 16), keep)
     assert {each.sequence: each.location.kv_shard for each in kept} == {running.id: 0, numbers[2]: 1, numbers[1]: 1}
     assert house.scheduler.features[PrefixCache].eviction_order == numbers[1:3]
     assert (session.retained_sequence, session.location.kv_shard) == (numbers[2], 1)

@@ -39,7 +39,7 @@ from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.prefix_index import PREFILL, PageKeys, PrefixIndex
 from lamina.scheduler.sequence import Sequence
-from lamina.scheduler.slo_admission import SloAdmission
+from lamina.scheduler.slo_admission import KnownKv, KvTransferLatency, SloAdmission
 from lamina.tools.plan.simulator.clock import VirtualClock
 from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
 
@@ -295,7 +295,7 @@ def test_a_holder_that_has_given_up_since_the_arrival_is_not_asked(given_up: boo
 def conducted(workers: int) -> tuple[PrefillDispatcher, Desk]:
     """Workers whose stores are on a desk."""
     desk, transfers = Desk(kept=20, workers=workers), TransferLatencyEstimator(TransferLatency.at_rate(1e6))
-    promises = SloAdmission(workers, prefix_index=desk.index, keys=desk.keys, transfer_latency=transfers)
+    promises = SloAdmission(workers, known=KnownKv(desk.index, desk.keys), transfers=KvTransferLatency(transfers))
     return PrefillDispatcher(workers, 8, 1, promises, desk.stores), desk
 
 

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from functools import partial
 
 import pytest
 
@@ -79,7 +80,7 @@ class House:
             whole=PAGE,
             prompts_only=self.clamps,
             cached_tokens_of=prefixes.num_cached_tokens,
-            states=StoredStates([KvShards()], prefixes.snapshots_of),
+            states=partial(StoredStates, shards=[KvShards()], snapshots_of=prefixes.snapshots_of),
         )
         self.sessions = SessionCache(prefixes, tables, self.index)
         features = [prefixes, self.sessions, self.index, RecurrentStates(prefixes)]

@@ -62,12 +62,8 @@ class Workers:
         self.asked = 0
         self.has_pending_stats = False
         self.stats: dict[str, dict[str, float]] | None = None
-        self.called: Any = None
         self.is_recovering, self.borrower = False, None
         self.resizer = SimpleNamespace(take_outcome=lambda: None, moved_bytes={})
-
-    def call_periodically(self, call: Any) -> None:
-        self.called = call
 
     def request_stats(self) -> None:
         self.asked += 1
@@ -589,7 +585,6 @@ def test_a_server_gets_all_of_a_prompt_over_the_link_and_stops_the_loop(running:
     running.server.send(Stop())
     running.thread.join(SOON_S)
     assert running.failure is None
-    assert running.workers.called == running.loop.report
 
 
 def test_the_end_of_the_link_ends_the_loop(running: Bench) -> None:

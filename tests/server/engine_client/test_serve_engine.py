@@ -20,7 +20,7 @@ from lamina.protocol.control import ControlLink, Failed, LinkClosedError, Progre
 from lamina.protocol.executor import ReducedCapacityError, WorkerError
 from lamina.server.engine_client import engine_process
 from lamina.server.engine_client.engine_client import FROM_ENGINE
-from lamina.server.engine_client.engine_process import EngineDefectError, serve_engine
+from lamina.server.engine_client.engine_process import EngineDefectError, EngineLoop, serve_engine
 from lamina.server.engine_client.messages import AddPrompt, EngineDefect, EngineReady, Outputs, StartEngine
 
 CONFIG = make_config({"transport": "loopback", "start_timeout_s": 33.0})
@@ -143,13 +143,22 @@ class Executor(Workers):
 
     made: list[Executor]
 
-    def __init__(self, model: str, config: Any, progress: Callable[[str, int, int], None], launch: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        config: Any,
+        progress: Callable[[str, int, int], None],
+        launch: Any,
+        meanwhile: Callable[[], None],
+    ) -> None:
         self.wire = FakeWire()
         super().__init__(self.wire)
         self.given = (model, config)
         self.tracer = SimpleNamespace(recorder=Noted())
         self.closed = False
         progress("load", 1, 2)
+        self.meanwhile = meanwhile
+        meanwhile()  # there is no loop yet
         Executor.made.append(self)
 
     engine_features = ()
@@ -184,6 +193,22 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(engine_process, "WorkerExecutor", Executor)
     monkeypatch.setattr(engine_process, "load_in_background", load_beside)
     return asked
+
+
+def test_the_loop_reports_while_workers_are_waited_for(
+    loaded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = list[EngineLoop]()
+
+    def report(loop: EngineLoop) -> None:
+        reports.append(loop)
+
+    monkeypatch.setattr(EngineLoop, "report", report)
+    server = Server(StartEngine(model="m", tokenizer="", config=make_config({"transport": "loopback"})), Stop())
+    serve_engine(server.sock)
+    own = len(reports)
+    Executor.made[0].meanwhile()
+    assert len(reports) == own + 1
 
 
 @pytest.mark.parametrize(("transport", "here"), [("loopback", True), ("tcp", False)])

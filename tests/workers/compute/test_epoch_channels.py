@@ -199,11 +199,11 @@ def test_ranks_that_meet_again_are_called_in_place_of_the_old_ones() -> None:
 
     ranks = EpochGroup(group(1.0))
     assert ranks.all_reduce(7) == (1.0, 7)  # type: ignore[arg-type,comparison-overlap]
-    ranks.set_group(group(2.0))
+    ranks.begin_epoch(group(2.0))
     assert ranks.all_reduce(7) == (2.0, 7)  # type: ignore[arg-type,comparison-overlap]
     assert ranks.wait_s == 3.0
     with pytest.raises(ValueError, match="--collective auto"):
-        ranks.set_group(group(2.0, recordable=True))
+        ranks.begin_epoch(group(2.0, recordable=True))
 
 
 @pytest.fixture
