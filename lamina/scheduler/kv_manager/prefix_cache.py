@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lamina.kv.fetch_window import eviction_order
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.step_plan import Free, SequenceOp, SurvivingKv, Truncate
-from lamina.scheduler.feature import Feature, Leaving, Loss, NewMemory
+from lamina.scheduler.feature import Feature, Leaving, Loss, NewMemory, Scheduling
 from lamina.scheduler.prefix_index import POOL, Holding, PageKeys, PrefixIndex, common_length
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import Sessions, SessionState
@@ -63,7 +63,7 @@ class PrefixCache(Feature):
         self._shifted = set[int]()  # by a plan; memory workers may have applied it or not
         self._clock = clock
         self.sessions = Sessions(self.prefix_index)
-        self.pinned: list[SessionState] = []  # of waiting turns, the one that is next first
+        self._pinned: list[SessionState] = []  # of waiting turns, the one that is next first
         self.num_queried_tokens = 0  # tokens of admitted sequences
         self.num_hit_tokens = 0  # of them, in forks
 
@@ -144,6 +144,10 @@ class PrefixCache(Feature):
         sequences = self.prefix_index.sequences(self._place, key)
         known = (self._held[n].sequence for n in sequences if not self._has(n, length))
         return next((s for s in known if not s.finished), None)
+
+    def begin_round(self, scheduling: Scheduling) -> None:
+        """Let the sessions of waiting turns be evicted last."""
+        self._pinned = [s.session for s in scheduling.waiting if s.session is not None and not s.finished]
 
     def may_start(self, sequence: Sequence) -> bool:
         """True if there may be a hit, now or after evictions."""
@@ -280,7 +284,7 @@ class PrefixCache(Feature):
         first. Last come those of waiting turns, from the end of the queue.
         """
         order = list(dict.fromkeys([*self.evictable_first(), *self._retained()]))
-        queue = [s.retained_sequence for s in self.pinned if s.retained_sequence is not None]
+        queue = [s.retained_sequence for s in self._pinned if s.retained_sequence is not None]
         return eviction_order(queue, len(queue), order) if queue else order  # more than the pool holds are not in it
 
     def evictable_first(self) -> Iterator[int]:

@@ -13,7 +13,7 @@ from lamina.kv.page_keys import tenant_of
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.blocks.extents import sequences_of_op
 from lamina.protocol.step_plan import ContextShift, Free, SequenceOp, Truncate
-from lamina.scheduler.feature import Feature, Leaving, Scheduling
+from lamina.scheduler.feature import Feature, Leaving
 from lamina.scheduler.prefix_index import Keyed, KeyedTokens
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.session_table import (
@@ -72,12 +72,6 @@ class SessionCache(Feature):
         session.discarded_ranges = union([*gone, more])
         self.num_shifts += 1
         return op
-
-    def begin_round(self, scheduling: Scheduling) -> None:
-        """Let the sessions of waiting turns be evicted last."""
-        waiting = [s for s in scheduling.waiting if not s.finished]
-        if waiting or (self._offload_index and self._offload_index.hints):
-            self._prefix_cache.pinned = [s.session for s in waiting if s.session is not None]
 
     def may_start(self, sequence: Sequence) -> bool:
         """True for a truncated turn."""
