@@ -17,6 +17,7 @@ from pathlib import Path
 from common import record
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from simulation.lending.contest import check_contest, contest
 from simulation.lending.scenario import lending_scenario, rough
 from simulation.lending.world import check_lending
 
@@ -32,11 +33,20 @@ def share(first: int, instances: int) -> Counter[str]:
     return counts
 
 
+def contested(first: int, instances: int) -> Counter[str]:
+    """Plays ``SHARE`` seeds in which all need more than they have."""
+    served = sum(check_contest(contest(seed, instances)) for seed in range(first, first + SHARE))
+    return Counter({"served": served})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10_000, help=f"in shares of {SHARE} (10000)")
     parser.add_argument("--first", type=int, default=0, help="seed, so that many can be tried in pieces (0)")
     parser.add_argument("--instances", type=int, default=0, help="of each world; 0 = 2 to 8, by the seed")
+    parser.add_argument(
+        "--contest", action="store_true", help="all need more than they have: each is served in the end"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--write", action="store_true", help="append to the results")
     args = parser.parse_args()
@@ -44,12 +54,14 @@ def main() -> None:
     began = time.monotonic()
     firsts = range(args.first, args.first + args.seeds, SHARE)
     with ProcessPoolExecutor(args.jobs) as pool:
-        for done, of in enumerate(pool.map(share, firsts, [args.instances] * len(firsts)), 1):
+        for done, of in enumerate(
+            pool.map(contested if args.contest else share, firsts, [args.instances] * len(firsts)), 1
+        ):
             counts.update(of)
             if done % 20 == 0:
                 print(f"{done * SHARE} seeds in {time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
     result = {"seeds": len(firsts) * SHARE, "failed": 0, "instances": args.instances or "2 to 8", **counts}
-    settings = {"first": args.first, "seeds": args.seeds, "instances": args.instances}
+    settings = {"first": args.first, "seeds": args.seeds, "instances": args.instances, "contest": args.contest}
     print(record("simulate_lending", settings, result, write=args.write))
 
 

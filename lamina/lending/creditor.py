@@ -2,14 +2,21 @@
 
 First come, first served: a debtor gets all that it requests, or nothing. A refusal is final, and is not forwarded to
 another creditor.
+
+Claims of all instances have one order, by the time at which their requests came. An instance that lacks memory itself
+lends to earlier claims alone, and takes nothing back from these. If an earlier claim finds no room, later ones that
+still wait for more give back what they have, and none gets that room before. So of several that need more than there
+is, the first one is served, then the next: none waits in a circle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .lending_messages import (
+    MAX_NAMES,
+    NEVER,
     Debt,
     Heartbeat,
     LoanGranted,
@@ -18,9 +25,11 @@ from .lending_messages import (
     Recall,
     Renew,
     Renewed,
+    WaitingDebt,
 )
 
-NEVER = float("inf")
+RESERVE_S = 10.0  # seconds without a request, after which an earlier claim no longer keeps later ones out
+Claim = tuple[float, str]  # its time, and its instance: the smaller one goes first
 
 
 @dataclass(frozen=True)
@@ -36,27 +45,43 @@ class LendingTerms:
 
 @dataclass
 class Lease:
-    """Blocks that ``debtor`` has until a time of the creditor's clock. ``is_recalled``: it is not renewed."""
+    """Blocks that ``debtor`` has until a time of the creditor's clock. ``is_recalled``: it is not renewed. ``since``:
+    the time of its debtor's claim, 0 without one; ``is_waiting``: it still lacks more.
+    """
 
     number: int
     debtor: str
     blocks: list[int]
     until: float
     is_recalled: bool = False
+    since: float = 0.0
+    is_waiting: bool = False
+
+    @property
+    def claim(self) -> Claim:
+        return self.since, self.debtor
 
 
 class Creditor:
     """The state of one creditor. ``busy``: returns why no new loan may be made despite free blocks, such as guests'
-    compute; "" = it may.
+    compute; "" = it may. ``lacks_since``: returns the time of its own claim, NEVER if it lacks no memory.
     """
 
-    def __init__(self, name: str, blocks: int, terms: LendingTerms, busy: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self,
+        name: str,
+        blocks: int,
+        terms: LendingTerms,
+        busy: Callable[[], str] = lambda: "",
+        lacks_since: Callable[[], float] = lambda: NEVER,
+    ) -> None:
         self.name, self.terms, self.size = name, terms, blocks
         self.leases: dict[int, Lease] = {}
         self.refusals = 0
         self.own_blocks: set[int] = set()  # leases whose blocks a guest has: they end with the guest, not by time
         self.free = list(range(blocks - 1, -1, -1))
-        self._busy = busy
+        self._busy, self._lacks_since = busy, lacks_since
+        self._reserved: tuple[Claim, float] | None = None  # the first claim that found no room, and until when
         self._next = 0
         self._heartbeat_number = 0
         # Debtor -> its last request and the reply.
@@ -80,8 +105,9 @@ class Creditor:
         last, answer = self.answered.get(ask.debtor, (-1, None))
         if ask.number <= last:
             return answer if ask.number == last else None
-        why = self.refusal_reason(ask.debtor, ask.blocks)
+        why = self.refusal_reason(ask, now)
         if why:
+            self._reserve(ask, now)
             self.refusals += 1
             refused = LoanRefused(number=ask.number, creditor=self.name, beat=self._heartbeat_number, why=why)
             self.answered[ask.debtor] = ask.number, refused
@@ -89,7 +115,9 @@ class Creditor:
         local = ask.debtor == self.name
         until = NEVER if local else now + self.terms.lease_s
         blocks = [self.free.pop() for _ in range(ask.blocks)]
-        self.leases[self._next] = Lease(self._next, ask.debtor, blocks, until)
+        self.leases[self._next] = Lease(self._next, ask.debtor, blocks, until, since=ask.since, is_waiting=True)
+        if self._reserved is not None and self._reserved[0] == (ask.since, ask.debtor):
+            self._reserved = None
         granted = LoanGranted(
             number=ask.number, creditor=self.name, lease=self._next, blocks=ask.blocks, lease_s=self.terms.lease_s
         )
@@ -103,23 +131,45 @@ class Creditor:
         kept = []
         for number in message.leases:
             lease = self.leases.get(number)
+            if lease is not None and lease.debtor == message.debtor:
+                lease.since, lease.is_waiting = message.since, message.is_waiting
             if lease is not None and lease.debtor == message.debtor and not lease.is_recalled:
                 lease.until = max(lease.until, now + self.terms.lease_s)
                 kept.append(number)
         return Renewed(number=message.number, creditor=self.name, leases=tuple(kept), lease_s=self.terms.lease_s)
 
     def recall(self, blocks: int) -> list[Recall]:
-        """Return messages to debtors that bring ``blocks`` back, the newest loans first; earlier recalls count, too."""
+        """Return messages to debtors that bring ``blocks`` back, the newest loans first; earlier recalls count, too.
+        Claims that came before its own keep theirs.
+        """
+        own = self._lacks_since(), self.name
+        later = (x for x in self.leases.values() if x.debtor != self.name and (own[0] == NEVER or x.claim > own))
+        return self._recall(sorted(later, key=lambda x: (not x.is_recalled, -x.number)), blocks)
+
+    def outdone_by(self, ask: LoanRequest) -> list[Recall]:
+        """Return messages that bring back what a refused request lacks, of later claims that wait for more; also of
+        this instance's own.
+        """
+        if not ask.since:
+            return []
+        later = [x for x in self.leases.values() if x.is_waiting and x.since and x.claim > (ask.since, ask.debtor)]
+        return self._recall(sorted(later, key=lambda x: x.claim, reverse=True), ask.blocks - self.free_blocks)
+
+    def _recall(self, leases: Iterable[Lease], blocks: int) -> list[Recall]:
         orders = []
-        for lease in sorted(self.leases.values(), key=lambda x: (not x.is_recalled, -x.number)):
+        for lease in leases:
             if blocks <= 0:
                 break
-            if lease.debtor == self.name:
-                continue
             lease.is_recalled = True
             orders.append(Recall(creditor=self.name, lease=lease.number))
             blocks -= len(lease.blocks)
         return orders
+
+    def _reserve(self, ask: LoanRequest, now: float) -> None:
+        """Keep later claims out for a while if a request has found no room."""
+        claim, had = (ask.since, ask.debtor), self._reserved
+        if ask.since and ask.blocks > self.free_blocks and (had is None or had[1] <= now or claim <= had[0]):
+            self._reserved = claim, now + RESERVE_S
 
     def expire(self, now: float) -> list[Lease]:
         """End and return the leases that were not renewed in time; their blocks become free."""
@@ -137,6 +187,7 @@ class Creditor:
         """Return the next heartbeat."""
         self.expire(now)
         self._heartbeat_number += 1
+        waiting = [x for x in self.leases.values() if x.is_waiting and x.since]
         debtors = sorted({x.debtor for x in self.leases.values()} - {self.name})
         room = 0 if self._busy() else min(self.free_blocks, self.terms.max_lent - self.lent_blocks)
         return Heartbeat(
@@ -145,20 +196,28 @@ class Creditor:
             free=max(0, room),
             cap=self.terms.max_lent,
             debtor_cap=self.terms.max_lent_per_debtor,
+            since=self._lacks_since(),
+            waiting=tuple(WaitingDebt(x.since, x.debtor, len(x.blocks)) for x in waiting[:MAX_NAMES]),
             lent=tuple(Debt(d, self.lent_to(d)) for d in debtors),
             place=self.terms.location,
             address=self.terms.address,
         )
 
-    def refusal_reason(self, debtor: str, blocks: int) -> str:
+    def refusal_reason(self, ask: LoanRequest, now: float) -> str:
+        """Return why a request is refused; "" if it is not."""
+        debtor, blocks, claim = ask.debtor, ask.blocks, (ask.since, ask.debtor)
         if blocks < 1:
             return "no blocks were requested"
         if blocks > self.free_blocks:
             return f"{self.free_blocks} blocks are free"
+        if self._reserved is not None and self._reserved[1] > now and self._reserved[0] < claim:
+            return "a request that came earlier waits for them"
         if debtor == self.name:
             return ""
         if self.lent_blocks + blocks > self.terms.max_lent:
             return f"{self.lent_blocks} of {self.terms.max_lent} blocks are lent"
         if (had := self.lent_to(debtor)) + blocks > self.terms.max_lent_per_debtor:
             return f"one debtor may have {self.terms.max_lent_per_debtor} blocks, and has {had}"
+        if (self._lacks_since(), self.name) < claim:
+            return "it lacks memory itself, for a request that came earlier"
         return self._busy()

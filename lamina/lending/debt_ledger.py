@@ -29,10 +29,13 @@ class LedgerEntry:
     promised: int = 0
     refused: int = -1
 
-    def free_blocks_for(self, debtor: str) -> int:
-        """Return the blocks that ``debtor`` may expect."""
-        had = sum(d.blocks for d in self.heartbeat.lent if d.debtor == debtor)
-        return max(0, min(self.heartbeat.free - self.promised, self.heartbeat.debtor_cap - had))
+    def free_blocks_for(self, debtor: str, since: float = 0.0) -> int:
+        """Return the blocks that ``debtor`` may expect, with a claim of the time ``since``."""
+        beat = self.heartbeat
+        had = sum(d.blocks for d in beat.lent if d.debtor == debtor)
+        later = (x.blocks for x in beat.waiting if since and (x.since, x.debtor) > (since, debtor))
+        waiting = sum(later)
+        return max(0, min(beat.free + waiting - self.promised, beat.debtor_cap - had, beat.cap))
 
 
 MAX_LATE_REFUSALS = 16  # heartbeats
@@ -76,7 +79,9 @@ class DebtLedger:
         space. The first one counts as having that much less space until its next heartbeat, so that requests spread.
         """
         able = [
-            (e, e.free_blocks_for(query.debtor)) for e in self.live_instances(now) if self._may_lend(e, query.debtor)
+            (e, e.free_blocks_for(query.debtor, query.since))
+            for e in self.live_instances(now)
+            if self._may_lend(e, query)
         ]
         best = heapq.nsmallest(MAX_CANDIDATES, (x for x in able if x[1]), key=lambda x: _order(x[0], x[1], query))
         if best:
@@ -102,8 +107,10 @@ class DebtLedger:
             if d.blocks
         }
 
-    def _may_lend(self, entry: LedgerEntry, debtor: str) -> bool:
-        return entry.heartbeat.name != debtor and entry.heartbeat.number > entry.refused
+    def _may_lend(self, entry: LedgerEntry, query: CandidatesRequest) -> bool:
+        beat = entry.heartbeat
+        is_first = (query.since, query.debtor) < (beat.since, beat.name)  # else it lacks memory itself
+        return beat.name != query.debtor and beat.number > entry.refused and is_first
 
 
 def _order(entry: LedgerEntry, room: int, query: CandidatesRequest) -> tuple[int, bool, int, str]:

@@ -81,6 +81,8 @@ class Debtor:
     name: str
     terms: BorrowingTerms
     num_wanted: int = 0  # blocks, in addition to what it has
+    since: float = 0.0  # of its claim, see lending_messages; 0: none
+    is_waiting: bool = False  # whether its claim lacks memory, also while it asks for none
     loans: dict[tuple[str, int], Borrowed] = field(default_factory=dict)  # by creditor and lease
     addresses: dict[str, str] = field(default_factory=dict)  # creditor -> address, from the ledger
     refusals: int = 0
@@ -165,7 +167,11 @@ class Debtor:
             return []
         self._search = _Search(self._count(), self.num_wanted, now)
         query = CandidatesRequest(
-            debtor=self.name, number=self._search.query, blocks=self.num_wanted, place=self.terms.location
+            debtor=self.name,
+            number=self._search.query,
+            blocks=self.num_wanted,
+            place=self.terms.location,
+            since=self.since,
         )
         return [(LEDGER, query)]
 
@@ -182,7 +188,8 @@ class Debtor:
             return self._give_up(now)
         search.asked, search.ask, search.since = search.left.popleft(), self._count(), now
         blocks = max(1, min(search.blocks, search.asked.free))
-        return [(search.asked.name, LoanRequest(debtor=self.name, number=search.ask, blocks=blocks))]
+        ask = LoanRequest(debtor=self.name, number=search.ask, blocks=blocks, since=self.since)
+        return [(search.asked.name, ask)]
 
     def _give_up(self, now: float) -> list[Outgoing]:
         self._search, self._search_at = None, now + self.terms.retry_s
@@ -220,7 +227,9 @@ class Debtor:
             held = tuple(b.lease for b in self.loans.values() if b.creditor == creditor)
             number = self._count()
             self._open[number] = _Open(creditor, now, held)
-            out.append((creditor, Renew(debtor=self.name, number=number, leases=held)))
+            waits = self.is_waiting or self.is_seeking
+            renew = Renew(debtor=self.name, number=number, leases=held, since=self.since, is_waiting=waits)
+            out.append((creditor, renew))
         while len(self._open) > MAX_OPEN_RENEWALS:
             del self._open[min(self._open)]
         return out

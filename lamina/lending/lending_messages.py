@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 MAX_NAMES = 4096  # in one message
 MAX_CANDIDATES = 3
 MAX_BLOCKS = 1 << 40
@@ -19,6 +19,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)]
+# When the request came that lacks memory, by its instance's clock; 0: no claim. Of two the smaller goes first, or the
+# smaller name: any fixed order will do.
+Since = Annotated[float, msgspec.Meta(ge=0.0)]
+NEVER = float("inf")
 
 
 class LendingHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -52,13 +56,22 @@ class Debt(msgspec.Struct, frozen=True, array_like=True):
     blocks: Count
 
 
+class WaitingDebt(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks that ``debtor`` has for a claim which waits for more."""
+
+    since: Since
+    debtor: Name
+    blocks: Count
+
+
 Debts = Annotated[tuple[Debt, ...], msgspec.Meta(max_length=MAX_NAMES)]
 Leases = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NAMES)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """Instance -> ledger, periodically. ``free``: blocks that it would lend now. ``cap``, ``debtor_cap``: the most that
-    it lends in total, and to one debtor.
+    it lends in total, and to one debtor. ``since``: of its own claim; it lends only to earlier ones. ``waiting``: what
+    claims have that wait for more, its own too: earlier claims would get that.
     """
 
     name: Name
@@ -67,6 +80,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     cap: Count
     debtor_cap: Count
     lent: Debts = ()
+    since: Since = NEVER
+    waiting: Annotated[tuple[WaitingDebt, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
     place: Text = ""  # parts by "/", the widest first: zone/rack/host
     address: Text = ""  # where debtors connect, HOST:PORT
 
@@ -78,6 +93,7 @@ class CandidatesRequest(msgspec.Struct, frozen=True, kw_only=True, tag="query"):
     number: Number
     blocks: Count
     place: Text = ""
+    since: Since = 0.0
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True):
@@ -101,6 +117,7 @@ class LoanRequest(msgspec.Struct, frozen=True, kw_only=True, tag="loan-ask"):
     debtor: Name
     number: Number  # higher than in all earlier requests of this debtor
     blocks: Count
+    since: Since = 0.0
 
 
 class LoanGranted(msgspec.Struct, frozen=True, kw_only=True, tag="loan-granted"):
@@ -130,11 +147,15 @@ class CreditorRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refusing")
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
-    """Debtor -> creditor, a few times within each lease: all that it has of that creditor. The reply is Renewed."""
+    """Debtor -> creditor, a few times within each lease: all that it has of that creditor. The reply is Renewed.
+    ``since``: of its claim now. ``is_waiting``: whether it lacks more, so that it does not use the leases yet.
+    """
 
     debtor: Name
     number: Number
     leases: Leases
+    since: Since = 0.0
+    is_waiting: bool = False
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):

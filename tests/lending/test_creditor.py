@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lamina.lending.creditor import Creditor, LendingTerms
-from lamina.lending.lending_messages import Debt, LoanGranted, LoanRefused, LoanRequest, Renew
+from lamina.lending.creditor import RESERVE_S, Creditor, LendingTerms
+from lamina.lending.lending_messages import NEVER, Debt, LoanGranted, LoanRefused, LoanRequest, Renew
 
 
 def creditor(**changed: int) -> Creditor:
@@ -88,3 +88,54 @@ def test_no_loans_while_busy() -> None:
     assert why(busy.answer_request(ask("d", 1, 1), 0.0)) == "guests read 10 of 10 Gb/s"
     assert busy.heartbeat(0.0).free == 0
     assert isinstance(busy.answer_request(ask("c", 1, 1), 0.0), LoanGranted), "what is its own costs nobody else"
+
+
+def claim(debtor: str, number: int, blocks: int, since: float) -> LoanRequest:
+    return LoanRequest(debtor=debtor, number=number, blocks=blocks, since=since)
+
+
+def test_one_that_lacks_memory_lends_to_earlier_claims_alone() -> None:
+    at = Creditor("c", 20, LendingTerms(12, 8), lacks_since=lambda: 50.0)
+    assert "it lacks memory itself" in why(at.answer_request(claim("d", 1, 4, 60.0), 0.0))
+    assert "it lacks memory itself" in why(at.answer_request(claim("d", 2, 4, 50.0), 0.0)), "by name, of the same time"
+    assert isinstance(at.answer_request(claim("b", 1, 4, 50.0), 0.0), LoanGranted)
+    assert isinstance(at.answer_request(claim("d", 3, 4, 40.0), 0.0), LoanGranted)
+    assert at.heartbeat(0.0).since == 50.0
+
+
+def test_it_takes_back_nothing_from_earlier_claims() -> None:
+    since = NEVER
+    at = Creditor("c", 20, LendingTerms(12, 8), lacks_since=lambda: since)
+    for number, (debtor, came) in enumerate((("b", 40.0), ("d", 60.0), ("e", 30.0))):
+        at.answer_request(claim(debtor, 1, 4, came), 0.0)
+        at.renew(Renew(debtor=debtor, number=2, leases=(number,), since=came), 1.0)
+    since = 50.0
+    assert [o.lease for o in at.recall(12)] == [1]
+    at.renew(Renew(debtor="b", number=3, leases=(0,), since=70.0), 2.0)
+    assert [o.lease for o in at.recall(12)] == [1, 0], "its older request has ended"
+    since = NEVER
+    assert sorted(o.lease for o in at.recall(12)) == [0, 1, 2], "and without a claim any"
+
+
+def test_an_earlier_claim_without_room_gets_that_of_later_ones_which_wait_for_more() -> None:
+    at = Creditor("c", 8, LendingTerms(8, 8))
+    at.answer_request(claim("d", 1, 3, 60.0), 0.0)
+    at.answer_request(claim("e", 1, 4, 70.0), 0.0)
+    at.renew(Renew(debtor="d", number=2, leases=(0,), since=60.0, is_waiting=False), 0.0)
+    first = claim("b", 1, 6, 50.0)
+    assert "1 blocks are free" in why(at.answer_request(first, 0.0))
+    assert [o.lease for o in at.outdone_by(first)] == [1], "one that has all it needs goes on"
+    at.end_lease(1)
+    assert "came earlier" in why(at.answer_request(claim("e", 2, 4, 70.0), 1.0))
+    at.end_lease(0)
+    assert isinstance(at.answer_request(claim("b", 2, 6, 50.0), 2.0), LoanGranted)
+    assert isinstance(at.answer_request(claim("e", 3, 2, 70.0), 2.0), LoanGranted), "nothing is kept for it any more"
+
+
+def test_room_is_kept_for_an_earlier_claim_for_a_while() -> None:
+    at = Creditor("c", 8, LendingTerms(8, 8))
+    at.answer_request(claim("d", 1, 8, 60.0), 0.0)
+    assert "0 blocks are free" in why(at.answer_request(claim("b", 1, 8, 50.0), 0.0))
+    at.end_lease(0)
+    assert "came earlier" in why(at.answer_request(claim("d", 2, 8, 60.0), RESERVE_S - 0.1))
+    assert isinstance(at.answer_request(claim("d", 3, 8, 60.0), RESERVE_S + 0.1), LoanGranted), "it may be gone"

@@ -4,17 +4,21 @@ mistakes in them, each of which is seen.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from lamina.lending import debt_ledger, debtor
-from lamina.lending.creditor import Creditor
+from lamina.lending.creditor import Creditor, Lease
 from lamina.lending.debt_ledger import DebtLedger, LedgerEntry
 from lamina.lending.debtor import Debtor
-from simulation.lending.instance import SimInstance
+from lamina.lending.lending_messages import NEVER
+from simulation.lending.contest import check_contest, contest
 from simulation.lending.scenario import lending_scenario, rough
 from simulation.lending.world import BrokenLendingError, check_lending
 
@@ -58,8 +62,8 @@ def _keeps_late_grants(self: Debtor, message: Any, now: float) -> list[Any]:
     return []
 
 
-def _no_cap(self: Creditor, debtor: str, blocks: int) -> str:
-    return "" if 0 < blocks <= self.free_blocks else "none is free"
+def _no_cap(self: Creditor, ask: Any, now: float) -> str:
+    return "" if 0 < ask.blocks <= self.free_blocks else "none is free"
 
 
 def _asks_anew(self: Creditor, ask: Any, now: float, take: Any = Creditor.answer_request) -> Any:
@@ -77,8 +81,8 @@ def _renews_for_ever(self: Debtor, message: Any) -> None:
             loan.until += 2 * message.lease_s
 
 
-def _turns_away(self: Creditor, debtor: str, blocks: int, why: Any = Creditor.refusal_reason) -> str:
-    return str(why(self, debtor, blocks) or ("it is not your turn" if debtor != self.name and blocks > 4 else ""))
+def _turns_away(self: Creditor, ask: Any, now: float, why: Any = Creditor.refusal_reason) -> str:
+    return str(why(self, ask, now) or ("it is not your turn" if ask.debtor != self.name and ask.blocks > 4 else ""))
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
@@ -93,7 +97,6 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "blocks come back and stay lent": (Creditor, "end_lease", _frees_and_keeps),
     "a renewal counts from its answer, and more": (Debtor, "_renewed", _renews_for_ever),
     "who comes first is not served": (Creditor, "refusal_reason", _turns_away),
-    "who borrows lends": (SimInstance, "_busy", lambda self: ""),
     "a debtor keeps what has ended": (Debtor, "expire", lambda self, now: []),
 }
 
@@ -110,3 +113,52 @@ def _try_seeds() -> None:
     for seed in range(TRIED):
         check_lending(lending_scenario(seed))
         check_lending(rough(lending_scenario(seed)))
+
+
+CONTESTS = 2000
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", range(SHARES))
+def test_where_all_need_more_than_there_is_each_is_served_in_the_end(share: int) -> None:
+    """No schedule waits for ever while the total would serve one of them."""
+    seeds = range(share, CONTESTS, SHARES)
+    assert sum(check_contest(contest(seed)) for seed in seeds) > len(seeds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_each_is_served_in_the_end_in_a_hundred_thousand_contests() -> None:
+    first = random.randrange(10**9)
+    with ProcessPoolExecutor(2) as pool:
+        served = pool.map(_served, range(first, first + 100_000, 250))
+        assert sum(served) > 100_000
+
+
+def _served(first: int) -> int:
+    return sum(check_contest(contest(seed)) for seed in range(first, first + 250))
+
+
+def test_two_that_lend_to_each_other_and_both_need_it_are_served_one_after_the_other() -> None:
+    both = replace(contest(0, 2), jobs=(((60, 3.0),), ((60, 3.0),)))
+    both = replace(both, of=replace(both.of, blocks=40, cap=40, debtor_cap=40, loss=0.0, twice=0.0, late_s=0.05))
+    assert check_contest(both) == 2
+
+
+def _lends_nothing_while_it_lacks(self: Creditor, ask: Any, now: float, why: Any = Creditor.refusal_reason) -> str:
+    """The rule before there was an order of claims: all others count as the last."""
+    return str(why(self, ask if ask.debtor == self.name else msgspec.structs.replace(ask, since=1e300), now))
+
+
+UNFAIR: dict[str, tuple[Any, str, Any]] = {
+    "who lacks memory lends nothing": (Creditor, "refusal_reason", _lends_nothing_while_it_lacks),
+    "who waits keeps what it has": (Creditor, "outdone_by", lambda self, ask: []),
+    "an owner takes back what an earlier claim uses": (Lease, "claim", property(lambda self: (NEVER, self.debtor))),
+}
+
+
+@pytest.mark.parametrize("mistake", UNFAIR)
+def test_a_wait_in_a_circle_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*UNFAIR[mistake])
+    with pytest.raises(BrokenLendingError, match="requests were served in|fits: True; the answer is LoanRefused"):
+        _served(0)

@@ -11,8 +11,9 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import flag_name
@@ -22,6 +23,7 @@ from lamina.engine.scheduler_factory import check_kv_capacity
 from lamina.executor.elastic import MemoryResizer
 from lamina.executor.worker_group import WorkerGroup
 from lamina.executor.worker_registry import RegisteredWorker, WorkerRegistry
+from lamina.lending.lending_messages import NEVER
 from lamina.protocol.control import LinkClosedError
 
 from .borrower_links import BorrowerLinks, GuestWorker
@@ -56,6 +58,7 @@ class Borrower(EngineFeature):
         self._homes, self.wait_s = config.topology.memory_workers, config.launch.borrow_wait_s
         self._looked = self._asked = self._stranded = 0.0
         self._unused: float | None = None  # the time since which loans are unused
+        self._came = dict[int, float]()  # unfinished request -> when it came
         self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
 
     @property
@@ -164,9 +167,10 @@ class Borrower(EngineFeature):
         Loans that are not needed go back after a while.
         """
         lacking, guests = self._lacking(engine), len(self._registry.memory) - self._homes
-        if self.own is not None:  # a borrower lends nothing, so debts form no cycles
-            borrows = "it borrows itself" if lacking or self._links.is_seeking else ""
-            self.own.local_need = borrows or overload_reason(engine.slo_admission.counts())
+        since = self._first_arrival(engine)
+        if self.own is not None:
+            self.own.lacks_since = since if lacking or self._links.is_seeking else NEVER
+            self.own.local_need = overload_reason(engine.slo_admission.counts())
         coming = self._links.borrowed_blocks - sum(self._workers.kv_bytes[0][self._homes :]) // BLOCK_BYTES
         wanted = lacking if coming <= 0 else 0
         own = min(wanted, self._links.own_unrequested)
@@ -174,7 +178,8 @@ class Borrower(EngineFeature):
             self._links.reclaim(own)
         else:
             own = 0
-        self._links.request_blocks(0 if own else min(wanted, self._most - self._links.borrowed_from_others))
+        of_others = 0 if own else min(wanted, self._most - self._links.borrowed_from_others)
+        self._links.request_blocks(of_others, since, is_waiting=lacking > 0)
         if lacking or not guests or coming > 0:
             self._unused = None
         elif self._unused is None:
@@ -183,6 +188,15 @@ class Borrower(EngineFeature):
             self._unused, last = now, self._first_to_go()
             if self._fits_without(engine, last):
                 self._release(last, "return")
+
+    def on_arrival(self, sequences: Sequence[Any], *, accepted: bool) -> None:
+        self._came.setdefault(sequences[0].request_id, time.time())
+
+    def _first_arrival(self, engine: Engine) -> float:
+        """Return when the oldest unfinished request came, by the clock that hosts share."""
+        there = {request.id: self._came.get(request.id, time.time()) for request in engine.requests}
+        self._came = there
+        return min(there.values(), default=NEVER)
 
     def _first_to_go(self) -> int:
         """Return the guest to release first: those of others before its own, the latest first."""

@@ -97,10 +97,12 @@ class BorrowerLinks:
         self._thread = threading.Thread(target=self._run, name="lamina-loans", daemon=True)
         self._thread.start()
 
-    def request_blocks(self, blocks: int) -> None:
-        """Borrow ``blocks`` more than there are, or are on their way."""
+    def request_blocks(self, blocks: int, since: float = 0.0, *, is_waiting: bool = False) -> None:
+        """Borrow ``blocks`` more than there are, or are on their way, for a request that came at ``since``.
+        ``is_waiting``: whether it lacks memory, wherever that comes from.
+        """
         with self._lock:
-            self._debtor.num_wanted = blocks
+            self._debtor.num_wanted, self._debtor.since, self._debtor.is_waiting = blocks, since, is_waiting
 
     @property
     def own_unrequested(self) -> int:

@@ -13,6 +13,7 @@ import threading
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import flag_name
 from lamina.lending.creditor import LendingTerms
+from lamina.lending.lending_messages import NEVER
 from lamina.scheduler.slo_admission import SloCounts
 
 from .lender_service import BLOCK_BYTES, LenderService
@@ -22,7 +23,9 @@ END_S = 1.0  # for its thread
 
 
 class ColocatedLender:
-    """The engine's own creditor. ``local_need``: why the engine does not lend more now, "" = it may."""
+    """The engine's own creditor. ``local_need``: why the engine does not lend more now, "" = it may. ``lacks_since``:
+    since when it lacks memory itself, NEVER if it does not.
+    """
 
     def __init__(self, config: EngineConfig, ledger: Place, key: bytes, name: str) -> None:
         """Lend from now on. Raises ValueError, and OSError if it cannot listen or there is no ledger."""
@@ -33,7 +36,7 @@ class ColocatedLender:
                 f"{flag_name('lend')} {config.topology.lend:g} of --kv-cache-memory-bytes {config.devices.kv_memory} "
                 "is less than 1 MiB on all memory workers together: lend more, or leave it out"
             )
-        self.local_need = ""
+        self.local_need, self.lacks_since = "", NEVER
         self.service = LenderService(
             parse_address(launching.lend_address, flag_name("lend_address")),
             ledger,
@@ -44,6 +47,7 @@ class ColocatedLender:
             threads=config.devices.memory_threads,
             most_gbps=launching.lend_gbps or math.inf,
             needs=lambda: self.local_need,
+            lacks_since=lambda: self.lacks_since,
         )
         self._over = threading.Event()
         self._thread = threading.Thread(target=self.service.serve, args=(self._over,), name="lamina-lend", daemon=True)

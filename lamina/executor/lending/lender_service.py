@@ -25,11 +25,14 @@ import msgspec
 from lamina.executor.launchers.process import SpawnedProcess, exit_status_text
 from lamina.lending.creditor import Creditor, LendingTerms
 from lamina.lending.lending_messages import (
+    NEVER,
     FromLedger,
     GiveBack,
     GuestEnded,
     LoanGranted,
+    LoanRefused,
     LoanRequest,
+    Recall,
     Renew,
     ToCreditor,
 )
@@ -52,8 +55,8 @@ def guest_name(lease: int, debtor: str) -> str:
 
 
 class LenderService:
-    """Serves one creditor. ``needs``: a function that returns why no loan may be made now, "" = no reason; this
-    service's threads call it.
+    """Serves one creditor. ``needs``: a function that returns why no loan may be made now, "" = no reason;
+    ``lacks_since``: see Creditor. This service's threads call both.
 
     ``threads``: of each guest, 0: as many as there are cores. ``most_cores``, ``most_gbps``: cores that all guests may
     use, and gigabits of K and V that they may read in a second, before new loans are refused.
@@ -72,10 +75,11 @@ class LenderService:
         most_cores: float = math.inf,
         most_gbps: float = math.inf,
         needs: Callable[[], str] = lambda: "",
+        lacks_since: Callable[[], float] = lambda: NEVER,
     ) -> None:
         """Start to listen. Raises OSError if it cannot, or there is no ledger, ValueError if the ledger refuses."""
         self.name, self._ledger_at, self._key, self._threads = name, ledger, key, threads
-        self.creditor = Creditor(name, blocks, terms, self._busy)
+        self.creditor = Creditor(name, blocks, terms, self._busy, lacks_since)
         self._lock = threading.RLock()
         self.guests: dict[int, GuestProcess] = {}
         self._awaited: dict[str, tuple[int, float]] = {}  # name of a connection -> lease and deadline
@@ -105,9 +109,12 @@ class LenderService:
     def recall(self, blocks: int) -> None:
         """Request ``blocks`` blocks back from debtors: their leases are not renewed."""
         with self._lock:
-            orders = [(self.creditor.leases[o.lease].debtor, o) for o in self.creditor.recall(blocks)]
+            orders = self._addressed(self.creditor.recall(blocks))
         for debtor, order in orders:
             self._tell(debtor, order)
+
+    def _addressed(self, orders: list[Recall]) -> list[tuple[str, Recall]]:
+        return [(self.creditor.leases[order.lease].debtor, order) for order in orders]
 
     @property
     def lent_blocks(self) -> dict[str, int]:
@@ -166,13 +173,18 @@ class LenderService:
         if getattr(message, "debtor", name) != name:
             raise LinkClosedError(f"{name} uses the name of {message.debtor}")
         if isinstance(message, LoanRequest):
+            orders = list[tuple[str, Recall]]()
             with self._lock:
                 answer = self.creditor.answer_request(message, now)
+                if isinstance(answer, LoanRefused):
+                    orders = self._addressed(self.creditor.outdone_by(message))
                 if isinstance(answer, LoanGranted):
                     self._awaited[guest_name(answer.lease, name)] = answer.lease, now + CLAIM_S
                     log.info("lease %d: %d MiB to %s", answer.lease, answer.blocks, name)
             if answer is not None:
                 tell(answer)
+            for debtor, order in orders:
+                self._tell(debtor, order)
         elif isinstance(message, Renew):
             with self._lock:
                 renewed = self.creditor.renew(message, now)

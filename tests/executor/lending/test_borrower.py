@@ -17,6 +17,7 @@ from lamina.config.flat_options import make_config
 from lamina.executor.lending.borrower import SPARE, Borrower
 from lamina.executor.lending.guest_workers import GuestBudget
 from lamina.executor.lending.lender_service import BLOCK_BYTES
+from lamina.lending.lending_messages import NEVER
 
 OPTIONS = {"partition": "spill", "memory_workers": 2, "transport": "shm", "borrow": "64MiB", "ledger": "a:1"}
 
@@ -27,7 +28,11 @@ class Links(SimpleNamespace):
     def __init__(self, own_unrequested: int = 0, of_others: int = 0, guests: Sequence[Any] = ()) -> None:
         self.own_unrequested, self.borrowed_from_others, self.is_seeking = own_unrequested, of_others, of_others > 0
         self.borrowed_blocks, self.arrived, self.told = 0, deque(guests), list[int]()
-        self.reclaim = self.request_blocks = self.told.append
+        self.reclaim, self.since = self.told.append, list[float]()
+
+    def request_blocks(self, blocks: int, since: float, *, is_waiting: bool) -> None:
+        self.told.append(blocks)
+        self.since.append(since)
 
 
 class Elastic:
@@ -55,7 +60,10 @@ def engine_with(free: tuple[int, int] = (32, 32), *max_lens: int) -> Any:
     info = SimpleNamespace(num_blocks=[[32], [32]], windows=[0, 0], stripe_blocks=8, block_size=16)
     scheduler = SimpleNamespace(waiting=[SimpleNamespace(finished=False, max_len=max_len) for max_len in max_lens])
     promises = SimpleNamespace(counts=lambda: None)
-    return SimpleNamespace(worker_info=info, free_blocks=list(free), scheduler=scheduler, slo_admission=promises)
+    requests = [SimpleNamespace(id=number) for number in range(len(max_lens))]
+    return SimpleNamespace(
+        worker_info=info, free_blocks=list(free), scheduler=scheduler, slo_admission=promises, requests=requests
+    )
 
 
 def borrower(links: Any, elastic: Elastic | None = None, own: Any = None, **way_in: Any) -> Borrower:
@@ -102,13 +110,36 @@ def test_its_own_is_asked_for_before_that_of_others(
     stripes: int, own_left: int, of_others: int, reclaimed: list[int], wanted: int
 ) -> None:
     """An engine asks only when its own memory is large enough to help, here from 3 blocks on: less would be asked for
-    again and again. Of others it takes borrow.max at most, 64 blocks. While it borrows it lends nothing.
+    again and again. Of others it takes borrow.max at most, 64 blocks. While it borrows it has a claim.
     """
-    links, own = Links(own_left, of_others), SimpleNamespace(local_need="")
+    links, own = Links(own_left, of_others), SimpleNamespace(local_need="", lacks_since=NEVER)
     lengths = [stripes * 8 * 16] * bool(stripes)
     borrower(links, Elastic(3 * BLOCK_BYTES), own).between_rounds(engine_with((0, 0), *lengths))
     assert links.told == [*reclaimed, wanted]
-    assert own.local_need == ("it borrows itself" if stripes or of_others else "")
+    assert own.local_need == ""
+    assert (own.lacks_since < NEVER) == bool(stripes)
+
+
+def test_its_claim_is_that_of_its_oldest_request_and_grows_as_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    links, own, now = Links(), SimpleNamespace(local_need="", lacks_since=NEVER), 1000.0
+    monkeypatch.setattr(
+        "lamina.executor.lending.borrower.time", SimpleNamespace(time=lambda: now, monotonic=lambda: now)
+    )
+    one, engine = borrower(links, own=own), engine_with((0, 0), 1024, 1024)
+    for number in range(2):
+        one.on_arrival([SimpleNamespace(request_id=number)], accepted=False)  # type: ignore[list-item]
+        now += 10.0
+    one.between_rounds(engine)
+    assert (links.since[-1], own.lacks_since) == (1000.0, 1000.0)
+    del engine.requests[0]
+    now += 10.0
+    one.between_rounds(engine)
+    assert (links.since[-1], own.lacks_since) == (1010.0, 1010.0)
+    engine.requests.clear()
+    engine.scheduler.waiting.clear()
+    now += 10.0
+    one.between_rounds(engine)
+    assert own.lacks_since == NEVER
 
 
 def test_a_guest_that_has_ended_hides_nothing_of_what_the_others_read() -> None:

@@ -426,5 +426,5 @@ def test_another_key_or_version_is_one_line(
     assert "refuses this process" in capsys.readouterr().err
     monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
     monkeypatch.setattr(lending_listener, "VERSION", 7)
-    with pytest.raises(ValueError, match="uses version 7 .* show version 2: install the same Lamina"):
+    with pytest.raises(ValueError, match="uses version 7 .* show version 3: install the same Lamina"):
         open_link(street.place, KEY, FromLedger, name="show", peer=lending_listener.LEDGER_NAME, what="ledger")

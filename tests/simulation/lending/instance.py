@@ -11,7 +11,7 @@ import msgspec
 
 from lamina.lending.creditor import Creditor, LendingTerms
 from lamina.lending.debtor import BorrowingTerms, Debtor, Outgoing
-from lamina.lending.lending_messages import GiveBack, LoanGranted, LoanRequest, Renew
+from lamina.lending.lending_messages import NEVER, GiveBack, LoanGranted, LoanRefused, LoanRequest, Renew
 
 from .scenario import LendingScenario
 
@@ -26,21 +26,28 @@ class SimInstance:
         self.data = 0  # blocks that it has, wherever
         self.swapped = 0
         self._recalls, self._one_way, self._rng = of.recalls, of.one_way, rng
-        self._asks = 0
+        self._asks, self.since = 0, 0.0  # when it began to want what it has, by its own clock
         terms = LendingTerms(of.cap, of.debtor_cap, of.lease_s, place)
-        self.creditor = Creditor(name, of.blocks, terms, self._busy)
+        self.creditor = Creditor(name, of.blocks, terms, lacks_since=self._lacks_since)
         self.debtor = Debtor(name, BorrowingTerms(place, answer_s=0.5, retry_s=0.4))
 
     @property
     def local(self) -> int:
         return self.creditor.lent_to(self.name)
 
-    def _busy(self) -> str:
-        return "it borrows itself" if self._one_way and (self.debtor.is_seeking or self.debtor.num_borrowed) else ""
+    def _lacks_since(self) -> float:
+        return self.since if self._one_way and self.lacks else NEVER
+
+    @property
+    def lacks(self) -> bool:
+        """Returns whether it waits for memory."""
+        return self.swapped > 0 or self.debtor.is_seeking
 
     def want(self, data: int) -> list[Outgoing]:
         """From now on it has so many blocks of data."""
         self.data = data
+        if self._one_way:
+            self.since = self.debtor.since = self.now()
         return self.settle_down()
 
     def tick(self) -> list[Outgoing]:
@@ -59,6 +66,8 @@ class SimInstance:
         if isinstance(message, LoanRequest):
             if (answer := self.creditor.answer_request(message, now)) is not None:
                 out.append((sender, answer))
+            if isinstance(answer, LoanRefused):
+                out += self._outdone_by(message)
         elif isinstance(message, Renew):
             out.append((sender, self.creditor.renew(message, now)))
         elif isinstance(message, GiveBack):
@@ -86,7 +95,19 @@ class SimInstance:
         self._shrink_home()
         self._grow_home(now)
         self.swapped = max(0, self.data - self.local - self.debtor.num_borrowed)
+        self.debtor.is_waiting = self.swapped > 0
+        self._own_leases()
         self.debtor.num_wanted = 0 if self._one_way and self.creditor.lent_blocks else self.swapped
+        return out
+
+    def _outdone_by(self, ask: LoanRequest) -> list[Outgoing]:
+        """Its own memory comes back at once, and that of others when they have heard of it."""
+        out, held = list[Outgoing](), {lease.number: lease.debtor for lease in self.creditor.leases.values()}
+        for order in self.creditor.outdone_by(ask):
+            if held[order.lease] == self.name:
+                self.creditor.end_lease(order.lease)
+            else:
+                out.append((held[order.lease], order))
         return out
 
     def _recall(self) -> list[Outgoing]:
@@ -104,9 +125,21 @@ class SimInstance:
                 self.creditor.end_lease(lease.number)
                 spare -= len(lease.blocks)
 
+    def _own_leases(self) -> None:
+        """Its own leases are of its claim now, and are used once it lacks nothing."""
+        waits = self.data > self.local + self.debtor.num_borrowed
+        own = tuple(x.number for x in self.creditor.leases.values() if x.debtor == self.name)
+        self._asks += 1
+        self.creditor.renew(
+            Renew(debtor=self.name, number=self._asks, leases=own, since=self.debtor.since, is_waiting=waits),
+            self.now(),
+        )
+
     def _grow_home(self, now: float) -> None:
         more = min(self.creditor.free_blocks, self.data - self.local - self.debtor.num_borrowed)
         if more > 0:
             self._asks += 1
-            answer = self.creditor.answer_request(LoanRequest(debtor=self.name, number=self._asks, blocks=more), now)
-            assert isinstance(answer, LoanGranted), "an instance has its own free blocks"
+            own = LoanRequest(debtor=self.name, number=self._asks, blocks=more, since=self.debtor.since)
+            answer = self.creditor.answer_request(own, now)
+            kept = isinstance(answer, LoanRefused) and "came earlier" in answer.why
+            assert isinstance(answer, LoanGranted) or kept, "an instance has its own free blocks, in its turn"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lamina.lending.creditor import RESERVE_S
 from lamina.lending.debt_ledger import LedgerEntry
 from lamina.lending.lending_messages import (
     MAX_CANDIDATES,
@@ -19,6 +20,8 @@ from lamina.lending.lending_messages import (
 from .instance import SimInstance
 from .scenario import LendingScenario
 
+NOBODY = 0.0, ""
+
 
 class LendingOracle:
     """Each method raises AssertionError, with what does not hold."""
@@ -30,12 +33,13 @@ class LendingOracle:
         self._lent: dict[str, dict[str, int]] = {}  # as it was when it was looked at last
         self._newest: dict[str, int] = {}  # heartbeat that has come to the ledger
         self._refused: dict[str, int] = {}
+        self._kept: dict[str, tuple[tuple[float, str], float]] = {}  # room, for the first claim that found none
+        self._kept_next = NOBODY, 0.0  # the same, once the ask that ``fits`` looked at has its answer
         self._answers: dict[tuple[str, str], tuple[int, object]] = {}  # by creditor and debtor: its last ask
 
     # Of one instance, whenever something has happened there:
     def instance(self, one: SimInstance, others: Mapping[str, SimInstance]) -> None:
         self._memory(one)
-        self._one_way(one)
         self._data(one)
         self._leases(one, others)
 
@@ -55,11 +59,6 @@ class LendingOracle:
         moved = sum(abs(lent.get(d, 0) - before.get(d, 0)) for d in lent.keys() | before.keys())
         self._changed[one.name] = self._changed.get(one.name, 0) + moved
         self._lent[one.name] = lent
-
-    def _one_way(self, one: SimInstance) -> None:
-        """So there can be no circle of debts."""
-        owes, lent = debts_of(one), self._lent[one.name]
-        assert not (self._of.one_way and owes and lent), f"{one.name} owes {owes}, and lends {lent}"
 
     def _data(self, one: SimInstance) -> None:
         places = one.local, one.debtor.num_borrowed, one.swapped
@@ -99,6 +98,7 @@ class LendingOracle:
         if ask.number <= last:
             assert ask.number < last or answer == told, f"{one.name}: {ask} has two answers, {told} and {answer}"
             return False
+        self._kept[one.name] = self._kept_next
         expected = LoanGranted if fits else LoanRefused
         assert isinstance(answer, expected), f"{one.name}: {ask} fits: {fits}; the answer is {answer}"
         self._answers[one.name, ask.debtor] = ask.number, answer
@@ -111,11 +111,18 @@ class LendingOracle:
         used = sum(len(x.blocks) for x in live)
         lent = sum(len(x.blocks) for x in live if x.debtor != one.name)
         had = sum(len(x.blocks) for x in live if x.debtor == ask.debtor)
-        of = self._of
-        room = min(of.blocks - used, of.cap - lent, of.debtor_cap - had)
-        if of.one_way and (debts_of(one) or one.debtor.is_seeking):
+        of, claim = self._of, (ask.since, ask.debtor)
+        self._kept_next = kept, until = self._kept.get(one.name, (NOBODY, 0.0))
+        if until > now and kept < claim:
             return False
-        return ask.blocks <= room
+        if ask.since and ask.blocks > of.blocks - used and (until <= now or claim <= kept):
+            self._kept_next = claim, now + RESERVE_S
+        if of.one_way and one.lacks and (one.since, one.name) < claim:
+            return False
+        fits = ask.blocks <= min(of.blocks - used, of.cap - lent, of.debtor_cap - had)
+        if fits and kept == claim:
+            self._kept_next = NOBODY, 0.0
+        return fits
 
     def ended(self, creditor: SimInstance, dead: str) -> None:
         """A lease's time after a debtor's end, and the time of the messages that were in flight."""

@@ -13,7 +13,7 @@ class LendingScenario:
     """``loss``, ``twice``: chances of each message; ``delay_s``: of most, ``late_s``: of one in twenty, at most.
     ``crashes``: of instances, ``ledger_crashes``, at times by chance within the first ``wild_s``; then the network is
     good, and most want nothing. ``recalls``: whether instances want lent blocks back when they are short themselves.
-    ``one_way``: whether who borrows lends nothing, and wants its own back first, as engines do.
+    ``one_way``: whether who lacks memory lends to earlier claims alone, and wants its own back first, as engines do.
     ``drift``: of each clock, as a part.
     """
 

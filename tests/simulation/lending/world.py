@@ -63,9 +63,7 @@ class LendingWorld:
 
     def play(self) -> LendingPlayed:
         of, rng = self.of, self._rng
-        self._start_ledger()
-        for index in range(of.instances):
-            self._start(index)
+        self.begin()
         for _ in range(of.crashes):
             self.clock.later(rng.uniform(1.0, of.wild_s), self._crash)
         for _ in range(of.ledger_crashes):
@@ -73,6 +71,12 @@ class LendingWorld:
         self._run(of.wild_s)
         self._calm()
         return LendingPlayed(self._messages, self._granted, self._refused, self._crashes, self._borrowed)
+
+    def begin(self) -> None:
+        """Start the ledger and all instances."""
+        self._start_ledger()
+        for index in range(self.of.instances):
+            self._start(index)
 
     def _run(self, seconds: float) -> None:
         end = self.clock.now + seconds
