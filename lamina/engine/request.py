@@ -292,7 +292,7 @@ class ActiveRequests:
         return self._all[request_id]
 
     def of(self, sequence: Sequence) -> Request | None:
-        """The request of a sequence; None if it is no longer active, or for a hidden sequence."""
+        """The request of a sequence; None if it is no longer active, or for one that follows another."""
         return self._all.get(sequence.request_id)
 
     def add(self, request: Request) -> None:

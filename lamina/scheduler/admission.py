@@ -56,7 +56,7 @@ class Admission:
         """Let waiting sequences join batches while all of their known tokens have room, and fewer than ``max_num_seqs``
         run.
 
-        A sequence without room holds up later ones, so that none starves; a hidden one holds up none. A sequence joins
+        A sequence without room holds up later ones, so that none starves; a follower holds up none. A sequence joins
         the batch with the least load among those whose next chunk has room, so all chunks are filled. Blocks of ended
         and preempted sequences are free from the next round on.
         """
@@ -71,7 +71,7 @@ class Admission:
         aside = list[Sequence]()  # those that wait for KV that others load
         while waiting and len(_running(batches)) < max_num_seqs:
             begins = self._begin(waiting[0], here)
-            if begins is Verdict.HOLDS_UP and not waiting[0].is_hidden:
+            if begins is Verdict.HOLDS_UP and waiting[0].follows is None:
                 break
             sequence = waiting.popleft()
             if begins is not Verdict.BEGINS:
@@ -104,7 +104,7 @@ class Admission:
 
     def _must_wait(self, first: Sequence) -> bool:
         """True if the first waiting sequence cannot start now, nor can later ones. Must be fast; False may be wrong."""
-        return not first.is_hidden and not self._features.may_start(first) and self._allocator.can_never_fit(first)
+        return first.follows is None and not self._features.may_start(first) and self._allocator.can_never_fit(first)
 
     def _batches_with_rows(self, candidates: Candidates, budgets: list[int]) -> list[int]:
         """The batches that a sequence may join, and whose next chunk has room for some of its tokens."""

@@ -43,5 +43,5 @@ class FairOrder:
         now = max(self._now.get(priority, self._latest), 0 if first is None else first.fair_stamp)
         tenant = tenant_of(sequence.salt)
         sequence.fair_stamp = max(now, clocks.get(tenant, 0))
-        clocks[tenant] = sequence.fair_stamp + (0 if sequence.is_hidden else sequence.max_len)
+        clocks[tenant] = sequence.fair_stamp + (sequence.max_len if sequence.follows is None else 0)
         self._now[priority], self._latest = now, max(self._latest, clocks[tenant])

@@ -27,7 +27,7 @@ def find_exchange(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> t
     most = max(shares.values(), default=0)
     for first in waiting:
         tenant = tenant_of(first.salt)
-        if (tenant, first.priority) in seen or first.finished or first.is_hidden or shares[tenant] + 1 >= most:
+        if (tenant, first.priority) in seen or first.finished or first.follows or shares[tenant] + 1 >= most:
             continue
         seen.add((tenant, first.priority))
         victims = [s for s in able if s.priority >= first.priority and shares[tenant_of(s.salt)] == most]
@@ -39,4 +39,4 @@ def find_exchange(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> t
 def _may_stop(sequence: Sequence) -> bool:
     """Return whether none of its KV is in transfer."""
     transfer = sequence.transfer
-    return not (transfer.awaits_report or transfer.writes_blocks or sequence.is_hidden)
+    return sequence.follows is None and not (transfer.awaits_report or transfer.writes_blocks)

@@ -55,9 +55,9 @@ class Leaving:
     """A sequence that leaves its batch or the queue.
 
     ``op``: a Free; None: it has no KV. A feature may replace it by a Truncate, which retains the KV; it then belongs to
-    the round's first plan. ``is_preempted``: the sequence waits again, unless it is hidden. ``first``: more ops for the
-    first plan of this round or the next one; none if it is preempted. ``own``: more ops for its batch's plan, if it has
-    KV: before ``op`` if it is preempted, else after.
+    the round's first plan. ``is_preempted``: the sequence waits again, unless it follows another. ``first``: more ops
+    for the first plan of this round or the next one; none if it is preempted. ``own``: more ops for its batch's plan,
+    if it has KV: before ``op`` if it is preempted, else after.
     """
 
     sequence: Sequence

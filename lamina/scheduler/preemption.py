@@ -46,17 +46,17 @@ class Preemption:
 
         if self._evict_retained(batch, relieves):
             return None
-        newest = batch.running[::-1]  # hidden sequences first, since answers depend on which one is preempted
-        newest.sort(key=lambda s: (not s.is_hidden, -s.priority))
+        newest = batch.running[::-1]  # followers first, since answers depend on which one is preempted
+        newest.sort(key=lambda s: (s.follows is None, -s.priority))
         victim = next(filter(helps, newest), batch.running[-1])
         if victim.transfer.writes_blocks:
             picked.popitem()
             return None
         picked.pop(victim, None)
-        if victim.is_hidden:
+        if victim.follows is not None:
             victim.finish("abort")
         self.preempt(batch, victim)
-        return None if victim.is_hidden else victim
+        return victim if victim.follows is None else None
 
     def evict_for(self, batch: Batch, rows: Iterable[RowRange]) -> bool:
         """Evict a retained sequence whose blocks ``rows`` can use. Returns False if there is none."""

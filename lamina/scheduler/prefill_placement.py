@@ -91,7 +91,7 @@ class PrefillPlacement(Feature):
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[()]:
         """Queue its prompt at its worker, or record that compute workers run it."""
         sequence, admission = candidates.sequence, self._prefill.slo_admission
-        if candidates.placement is not None and not sequence.is_hidden:
+        if candidates.placement is not None and sequence.follows is None:
             admission.on_placed(sequence, candidates.placement, by_prefill_worker=candidates.rows.on_prefill_worker)
         if candidates.rows.on_prefill_worker and start is not None and start.source is None:
             self._prefill.assign_when_loaded(sequence)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from lamina.protocol.control import LogitsUpdate, Penalties, SamplingRequest
 
 from .scheduler_output import ScheduledStep
-from .sequence import ReferenceSequence, Sequence
+from .sequence import Sequence
 
 
 def sampling_requests_of(
@@ -19,12 +19,12 @@ def sampling_requests_of(
     """
     request_index = {sequence: num_earlier + i for i, sequence in enumerate(step.sampled_sequences)}
     for sequence in step.sampled_sequences:
-        reference_request = request_index[sequence.target] if isinstance(sequence, ReferenceSequence) else -1
+        followed = sequence.follows
         yield sampling_request_of(
             sequence,
             last_rows[sequence],
             by_prefill_worker=step.prefill_worker is not None,
-            reference_request=reference_request,
+            reference_request=-1 if followed is None else request_index[followed],
         )
 
 
@@ -34,7 +34,7 @@ def sampling_request_of(
     """Request the next token of ``sequence``, after row ``row`` of the step.
 
     The token is counted in ``num_output_placeholders`` already. ``by_prefill_worker``: the worker does not sample the
-    later tokens. ``reference_request``: the request that a reference sequence follows.
+    later tokens. ``reference_request``: the request of the sequence that it follows.
     """
     params = sequence.params
     if reference_request >= 0:

@@ -95,7 +95,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """The number of waiting sequences, without cancelled and hidden ones."""
+        """The number of waiting sequences, without cancelled ones and those that follow others."""
         return _num_unfinished(self.waiting)
 
     @property
@@ -181,8 +181,6 @@ class Scheduler:
         if self._num_batches != len(self.batches):
             if self.rounds_in_flight:
                 return []
-            for sequence in self.running:
-                sequence.interrupt()
             self.batches = balance_batches(self.running, self._num_batches)
         self.features.begin_round(self)
         self.drop_cancelled()
@@ -268,8 +266,6 @@ class Scheduler:
                     sequence.num_computed_tokens = min(sequence.num_computed_tokens, rows.first)
         self.rounds_in_flight = []
         sequences = [*self.waiting, *self.running]
-        for sequence in sequences:
-            sequence.interrupt()
         loss, self._pending_ops = Loss(sequences, surviving), []
         self.features.roll_back(loss)
         running, gone = roll_back_batches(self.batches, loss.count, self._drop_kept)
@@ -385,4 +381,4 @@ class Scheduler:
 
 
 def _num_unfinished(sequences: Iterable[Sequence]) -> int:
-    return sum(not s.finished and not s.is_hidden for s in sequences)
+    return sum(not s.finished and s.follows is None for s in sequences)

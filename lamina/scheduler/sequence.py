@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from lamina.kv.sparsity import BlockScores
 from lamina.protocol.control import SampledToken
@@ -13,7 +13,6 @@ from lamina.request import CompletionOutput, SamplingParams
 
 from .sessions.session_table import SessionState
 from .sessions.token_ranges import TokenRanges
-from .sparsity.error_budget import CompletionErrors
 
 FULL_ATTENTION_SALT = b" dense"  # added to the salt of sequences that attend all KV on a sparse engine
 
@@ -63,8 +62,6 @@ class Sequence:
     ``id`` names its KV on the memory workers. A preempted sequence gets a new one when it starts again.
     """
 
-    is_hidden: ClassVar[bool] = False  # it belongs to no request, holds up no other one, and is preempted first
-
     request_id: int
     params: SamplingParams
     seed: int
@@ -76,6 +73,8 @@ class Sequence:
     affinity_key: bytes = b""  # if there is room, it begins where the last sequence with this key did
     priority: int = 0  # the lowest number runs first
     fair_stamp: int = 0  # within a priority, the lowest number runs first; see FairOrder
+    # The sequence whose batch it shares. A follower belongs to no request, holds up no other one, and is preempted first.
+    follows: Sequence | None = None
     retention_s: float = 0.0  # after its end, seconds for which other pages are evicted first
     discarded_ranges: TokenRanges = ()  # tokens dropped from a longer prompt; it then shares KV only with its session
     original_prompt: list[int] = field(default_factory=list)  # that longer prompt
@@ -257,14 +256,6 @@ class Sequence:
         self.early_tokens.clear()
         self.logits_stale, self.transfer = False, NO_TRANSFER
 
-    @property
-    def follows(self) -> Sequence | None:
-        """The sequence whose batch it must share; None: any batch."""
-        return None
-
-    def interrupt(self) -> None:
-        """Handle a break between steps: batches are redistributed, or workers were lost."""
-
     def forget_page_keys(self) -> None:
         """Drop the cached page keys, since they change."""
         self.page_keys.clear()
@@ -277,56 +268,3 @@ class Sequence:
         self.num_tokens_in_penalties, self.transfer = -1, NO_TRANSFER
         if self.block_scores is not None:
             self.block_scores.reset()
-
-
-class ReferenceSequence(Sequence):
-    """A hidden sequence that decodes with all KV the tokens of a sparse sequence, to measure the sparse one's error.
-
-    It runs like others until it has caught up. Then its rows are in the same steps. It belongs to no request.
-    """
-
-    is_hidden = True
-
-    def __init__(self, of: Sequence) -> None:
-        output = CompletionOutput(-1)
-        params = replace(of.params, prompt_logprobs=None, logprobs=None)  # never read
-        super().__init__(-1, params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt)
-        self.target, self.tokens, self.do_not_cache, self.priority = of, of.tokens, True, of.priority
-        self._attempt = of.num_preemptions
-        self.errors = CompletionErrors(of.max_len - len(of.prompt))  # measured against the other sequence's tokens
-
-    @property
-    def follows(self) -> Sequence:
-        """The sequence whose tokens it decodes."""
-        return self.target
-
-    def interrupt(self) -> None:
-        """End, since its rows can no longer be in the steps of the other sequence."""
-        self.finish("abort")
-
-    @property
-    def is_orphaned(self) -> bool:
-        """True if the other sequence has ended, or is recomputed."""
-        return self.target.finished or self.target.num_preemptions != self._attempt
-
-    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """Finish. If the other sequence is unfinished, its errors do not count."""
-        if not self.finished:
-            self.errors.end(whole=self.target.finished)
-        super().finish(reason, stop_reason)
-
-    @property
-    def num_tokens_with_placeholders(self) -> int:
-        return self.target.num_tokens_with_placeholders
-
-    @property
-    def is_schedulable(self) -> bool:
-        return not self.finished and self.num_computed_tokens < max(
-            len(self.prompt) - 1, self.target.num_computed_tokens + 1
-        )
-
-    def num_schedulable_tokens(self, picked: Mapping[Sequence, int]) -> int:
-        """Return the rows up to the other sequence's position after this step, whose last token may be unknown."""
-        of = self.target
-        upto = of.num_computed_tokens + picked[of] if of in picked else min(of.num_computed_tokens, len(self.tokens))
-        return max(upto, len(self.prompt) - 1, self.num_computed_tokens) - self.num_computed_tokens

@@ -242,4 +242,4 @@ class KvMigration(Feature):
 
     @staticmethod
     def _can_move(sequence: Sequence) -> bool:
-        return sequence.is_decoding and not sequence.transfer.lacks_kv and not sequence.is_hidden
+        return sequence.is_decoding and not sequence.transfer.lacks_kv and sequence.follows is None

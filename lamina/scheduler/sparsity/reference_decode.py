@@ -9,17 +9,20 @@ computed again with all KV, and keep the tokens that they have drawn.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import msgspec
 
 from lamina.config.sparsity import ErrorBudget, SparsityOptions
 from lamina.protocol.control import SampledToken
+from lamina.request import CompletionOutput
 from lamina.scheduler.batch import requeue
-from lamina.scheduler.feature import Feature, Scheduling
+from lamina.scheduler.feature import Feature, Loss, Scheduling
 from lamina.scheduler.scheduler_output import Round, ScheduledStep
-from lamina.scheduler.sequence import FULL_ATTENTION_SALT, ReferenceSequence, Sequence
+from lamina.scheduler.sequence import FULL_ATTENTION_SALT, Sequence
 
-from .error_budget import ErrorMonitor
+from .error_budget import CompletionErrors, ErrorMonitor
 
 NUM_BUDGETS = 3  # budgets, each twice the one below it; the step after them is all KV
 
@@ -34,6 +37,48 @@ class ErrorState(msgspec.Struct, frozen=True, kw_only=True):
     rebuilt: int  # completions that were computed again with all KV
 
 
+class ReferenceSequence(Sequence):
+    """A sequence that decodes with all KV the tokens of a sparse sequence, to measure the sparse one's error.
+
+    It runs like others until it has caught up. Then its rows are in the same steps.
+    """
+
+    def __init__(self, of: Sequence) -> None:
+        output = CompletionOutput(-1)
+        params = replace(of.params, prompt_logprobs=None, logprobs=None)  # never read
+        super().__init__(-1, params, 0, of.prompt, output, of.max_len, of.stop_tokens, of.salt, follows=of)
+        self.target, self.tokens, self.do_not_cache, self.priority = of, of.tokens, True, of.priority
+        self._attempt = of.num_preemptions
+        self.errors = CompletionErrors(of.max_len - len(of.prompt))  # measured against the other sequence's tokens
+
+    @property
+    def is_orphaned(self) -> bool:
+        """True if the other sequence has ended, or is recomputed."""
+        return self.target.finished or self.target.num_preemptions != self._attempt
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """Finish. If the other sequence is unfinished, its errors do not count."""
+        if not self.finished:
+            self.errors.end(whole=self.target.finished)
+        super().finish(reason, stop_reason)
+
+    @property
+    def num_tokens_with_placeholders(self) -> int:
+        return self.target.num_tokens_with_placeholders
+
+    @property
+    def is_schedulable(self) -> bool:
+        return not self.finished and self.num_computed_tokens < max(
+            len(self.prompt) - 1, self.target.num_computed_tokens + 1
+        )
+
+    def num_schedulable_tokens(self, picked: Mapping[Sequence, int]) -> int:
+        """Return the rows up to the other sequence's position after this step, whose last token may be unknown."""
+        of = self.target
+        upto = of.num_computed_tokens + picked[of] if of in picked else min(of.num_computed_tokens, len(self.tokens))
+        return max(upto, len(self.prompt) - 1, self.num_computed_tokens) - self.num_computed_tokens
+
+
 class ReferenceDecoder(Feature):
     """Measures the errors of an engine whose sequences keep or attend some of their KV."""
 
@@ -42,6 +87,7 @@ class ReferenceDecoder(Feature):
         self._budget_step = 0
         self._credit = 1.0 - budget.shadow  # of a shadow: the first sequence has one
         self._stale = False  # whether sequences of a lower rung may run
+        self._num_batches = 0
         self.monitor = ErrorMonitor(budget)  # of the rung
         self.num_rebuilt = 0  # sequences that were computed again with all KV
 
@@ -94,6 +140,10 @@ class ReferenceDecoder(Feature):
     def begin_round(self, scheduling: Scheduling) -> None:
         """End the shadows of sequences that go on no more, and have sequences of a lower rung begin anew."""
         waiting, batches = scheduling.waiting, scheduling.batches
+        running = [s for batch in batches for s in batch.running]
+        if len(batches) != self._num_batches:  # they were distributed anew, apart from those that they follow
+            self._num_batches = len(batches)
+            _end_shadows(running)
         if self._stale:
             self._stale = False
             for sequence in filter(self._is_approximate, waiting):
@@ -108,9 +158,11 @@ class ReferenceDecoder(Feature):
                     scheduling.preempt(batch, sequence)
                     self._rebuild(sequence)
                     requeue(waiting, sequence)
-        for sequence in (*waiting, *(s for batch in batches for s in batch.running)):
-            if isinstance(sequence, ReferenceSequence) and sequence.is_orphaned:
-                sequence.finish("abort")
+        _end_shadows(s for s in (*waiting, *running) if isinstance(s, ReferenceSequence) and s.is_orphaned)
+
+    def roll_back(self, loss: Loss) -> None:
+        """End all shadows, whose rows can no longer be in the steps of the others."""
+        _end_shadows(loss.sequences)
 
     def _is_approximate(self, sequence: Sequence) -> bool:
         return sequence.evicts_kv or (self._options.selects_blocks and not sequence.full_attention)
@@ -128,3 +180,9 @@ class ReferenceDecoder(Feature):
         if self._options.selects_blocks and not sequence.full_attention:
             sequence.full_attention, sequence.salt = True, sequence.salt + FULL_ATTENTION_SALT
             sequence.forget_page_keys()
+
+
+def _end_shadows(sequences: Iterable[Sequence]) -> None:
+    for sequence in sequences:
+        if isinstance(sequence, ReferenceSequence):
+            sequence.finish("abort")

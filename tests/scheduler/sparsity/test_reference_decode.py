@@ -20,9 +20,9 @@ from lamina.scheduler.conductor.overload import SloLimits
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
-from lamina.scheduler.sequence import ReferenceSequence, Sequence
+from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sparsity.error_budget import CompletionErrors
-from lamina.scheduler.sparsity.reference_decode import NUM_BUDGETS, ReferenceDecoder
+from lamina.scheduler.sparsity.reference_decode import NUM_BUDGETS, ReferenceDecoder, ReferenceSequence
 from lamina.scheduler.sparsity.selection import BlockSelection
 
 SELECT = SparsityOptions(kv_sparsity="select", kv_budget=256)
