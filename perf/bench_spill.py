@@ -96,9 +96,8 @@ def kv_bytes(tokens: int) -> int:
 
 def lent(llm: LLM) -> float:
     """Returns the share, of the blocks that memory workers use, that lies with a creditor."""
-    scheduler = llm.engine.scheduler
-    used = sum(sum(n) for n in llm.engine.worker_info.num_blocks) - sum(scheduler.available_blocks)
-    return round(sum(scheduler.borrowed_blocks or []) / used, 3)
+    used = sum(sum(n) for n in llm.engine.worker_info.num_blocks) - sum(llm.engine.free_blocks)
+    return round(sum(llm.engine.scheduler_stats.borrowed_blocks or []) / used, 3)
 
 
 def alternate(players: dict[str, DecodeLamina], turns: int) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.prompt_store import PromptCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
+from lamina.scheduler.kv_manager.spill_placement import SpillAllocator
 from lamina.scheduler.kv_manager.stored_states import StoredStates
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
@@ -152,7 +153,8 @@ def build_parts(
     stored = _offload_index(config, info, tables, prefixes)
     slo_admission = _slo_admission(config, info, prefixes, stored, clock, trace)
     conducts = keeps_slo or topology.prefill_workers > 0 or slo_admission.decision_log is not None
-    allocator = KvAllocator(
+    kind = SpillAllocator if topology.partition == "spill" else KvAllocator
+    allocator = kind(
         tables,
         batching.max_num_seqs + batching.prefill_chunk,
         topology.memory_workers if topology.may_borrow else 0,
@@ -206,6 +208,7 @@ def _features(
         RecurrentStates(prefixes) if isinstance(prefixes, HybridPrefixCache) else None,
         _evictions(config, info),
         PrefillPlacement(prefill, prefixes) if prefill else None,
+        allocator if isinstance(allocator, SpillAllocator) else None,
         KvMigration(tables, allocator, prefixes, ranks) if config.migrates_kv and not info.state_shards else None,
         StepTimer(slo_admission, swap) if conducts or swap else None,
     ]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.spill_placement import SpillAllocator
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sparsity.pruning import BlockPruner
@@ -36,6 +37,7 @@ def collect_stats(scheduler: Scheduler) -> SchedulerStats:
     features = scheduler.features
     prefixes, stored, swaps = features.get(PrefixCache), features.get(OffloadIndex), features.get(SwapPolicy)
     pruner, migration, references = features.get(BlockPruner), features.get(KvMigration), features.get(ReferenceDecoder)
+    loans = features.get(SpillAllocator)
     return SchedulerStats(
         running=scheduler.num_unfinished,
         waiting=scheduler.num_waiting,
@@ -48,6 +50,6 @@ def collect_stats(scheduler: Scheduler) -> SchedulerStats:
         stored_hit_tokens=stored.num_hit_tokens if stored else 0,
         pruned_blocks=pruner.num_dropped if pruner else None,
         migrated_blocks=migration.num_moved_blocks if migration else None,
-        borrowed_blocks=scheduler.borrowed_blocks,
+        borrowed_blocks=loans.borrowed_blocks(scheduler.running) if loans else None,
         sparsity_errors=references.errors if references else None,
     )

@@ -120,11 +120,6 @@ class Scheduler:
         held = self._accounting.count_blocks(s.id for s in running if not s.finished)
         return tuple(total - n for total, n in zip(self._accounting.num_blocks, held, strict=True))
 
-    @property
-    def borrowed_blocks(self) -> list[int] | None:
-        """KV blocks of running sequences, by the layer group that lends them; None without lending."""
-        return self._allocator.borrowed_blocks(self.running)
-
     def cordon(self, groups: Iterable[int]) -> None:
         """Let no new sequence begin in these layer groups, in addition to the cordoned ones."""
         self._allocator.cordoned.update(groups)
@@ -360,7 +355,7 @@ class Scheduler:
     def _pick_rows(self, batch: Batch) -> tuple[dict[Sequence, int], StepPlan]:
         """Pick the rows of a batch for which there are blocks, preempting if needed. Returns them and their plan."""
         picked = self._chunk_policy.rows_of_batch(batch)
-        stuck = self._allocator.spill_next_stripes(picked, lambda: (self.running, self.features.eviction_order))
+        stuck = self._allocator.place_rows(picked, lambda: (self.running, self.features.eviction_order))
         plan = self._build_plan(batch, picked)
         while stuck or (picked and not self._accounting.can_apply(plan)):
             if (victim := self._preemption.make_room(batch, picked, stuck)) is not None:

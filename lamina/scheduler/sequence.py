@@ -73,7 +73,7 @@ class Sequence:
     affinity_key: bytes = b""  # if there is room, it begins where the last sequence with this key did
     priority: int = 0  # the lowest number runs first
     fair_stamp: int = 0  # within a priority, the lowest number runs first; see FairOrder
-    # The sequence whose batch it shares. A follower belongs to no request, holds up no other one, and is preempted first.
+    # The one whose batch it shares. A follower belongs to no request, holds up no other one, and is preempted first.
     follows: Sequence | None = None
     retention_s: float = 0.0  # after its end, seconds for which other pages are evicted first
     discarded_ranges: TokenRanges = ()  # tokens dropped from a longer prompt; it then shares KV only with its session

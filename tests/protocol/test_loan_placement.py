@@ -36,7 +36,7 @@ from lamina.protocol.loan_placement import (
 )
 from lamina.protocol.step_plan import BindReply, BindRequest, LayerShape, RowRange
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.scheduler.kv_manager.spill_placement import SpillPlacement
+from lamina.scheduler.kv_manager.spill_placement import SpillAllocator, SpillPlacement
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
 from lamina.workers.compute.kv_capacity import longest_spilled_sequence, store_bytes
@@ -161,7 +161,8 @@ def test_one_sequence_uses_the_pool(workers: int, prompt: float) -> None:
     blocks = [20 * STRIPE + w % 4 for w in range(workers)]
     ledger, total = tables(blocks), sum(blocks)
     mine = tables(blocks)
-    scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=64)
+    loans = SpillAllocator(ledger, 4 + 64)
+    scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=64, allocator=loans)
     one = sequence(int(total * BLOCK * prompt), 1 << 20)
     scheduler.add(one)
     used = 0
@@ -214,7 +215,8 @@ def test_unequal_workers_count_in_full() -> None:
 def test_who_fits_at_home_pays_nothing() -> None:
     """Short sequences lie whole, and one that grows comes back home as soon as there is room."""
     ledger = tables([8 * STRIPE, 8 * STRIPE])
-    scheduler = Scheduler(ledger, max_num_seqs=8, prefill_chunk=512)
+    loans = SpillAllocator(ledger, 8 + 512)
+    scheduler = Scheduler(ledger, max_num_seqs=8, prefill_chunk=512, allocator=loans)
     several = [sequence(7, 9) for _ in range(6)]
     for each in several:
         scheduler.add(each)

@@ -21,11 +21,13 @@ from lamina.engine.tuning.tuner import Tuner
 from lamina.protocol.offload_messages import OffloadFacts
 from lamina.request import SamplingParams
 from lamina.scheduler.feature import Feature
+from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
+from lamina.scheduler.kv_manager.spill_placement import SpillAllocator
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
@@ -73,6 +75,13 @@ WITH: dict[type[Feature], tuple[dict[str, Any], dict[str, Any]]] = {
     RecurrentStates: ({}, {"state_shards": [KvShards()], "state_slots": 40}),
     BlockPruner: ({"kv_sparsity": "evict"}, {}),
     PrefillPlacement: ({"prefill_workers": 1}, {}),
+    SpillAllocator: (
+        {"partition": "spill", "memory_workers": 2},
+        {
+            "windows": [0, 0], "kv_shards": [KvShards((True, False)), KvShards((False, True))], "stripe_blocks": 2,
+            "single_shard": True, "num_blocks": [[30], [30]], "holders": [[0], [1]],
+        },
+    ),  # fmt: skip
     KvMigration: ({"partition": "spill", "memory_workers": 2}, {}),
     StepTimer: ({}, {}),
     Tuner: ({"plan": "auto"}, {}),
@@ -85,9 +94,10 @@ def engine_of(
     """An engine with the table of features that its factory builds where there is ``like``, but for some of them."""
 
     class OtherScheduler(Scheduler):
-        def __init__(self, *args: Any, features: Iterable[Feature], **options: Any) -> None:
+        def __init__(self, *args: Any, features: Iterable[Feature], allocator: KvAllocator, **options: Any) -> None:
             kept = [feature for feature in features if not isinstance(feature, without)]
-            super().__init__(*args, features=[*kept, *more], **options)
+            others = None if isinstance(allocator, without) else allocator
+            super().__init__(*args, features=[*kept, *more], allocator=others, **options)
 
     options, facts = WITH[like]
     ready = simulated_ready(num_layers=2, num_blocks=60, block_size=16, max_len=256)

@@ -21,6 +21,7 @@ from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.spill_placement import SpillAllocator
 from lamina.scheduler.kv_manager.swap import SwapPolicy
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.scheduler import Scheduler
@@ -364,7 +365,7 @@ PLANNED_MISTAKES = {
             msgspec.structs.replace(k, previous_location=None) for k in right(self, *args)
         ],
     ),
-    "who lends": keeping(KvAllocator, "reassign", "spill"),
+    "who lends": keeping(SpillAllocator, "reassign", "spill"),
     "the ledger's blocks": replacing(BlockTables, "replace_with", lambda self, other: None),
     "who holds what": holders_kept,
     "what is retained": replacing(PrefixCache, "relocate", lambda self, kept: None),

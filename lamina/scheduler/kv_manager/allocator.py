@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
@@ -13,8 +13,6 @@ from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import RowRange, SurvivingKv
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.starts import KvStart
-
-from .spill_placement import SpillPlacement
 
 MAX_LISTED_SHARDS = 1 << 20
 NO_SHARDS: Mapping[int, int] = {}
@@ -41,7 +39,6 @@ class KvAllocator:
         ``max_kept_tokens``: the tokens that a sequence keeps in sparse layers; 0: no blocks are dropped.
         """
         self._accounting, self._homes, self._max_kept_tokens = accounting, homes, max_kept_tokens
-        self.spill = SpillPlacement(accounting, homes) if accounting.placement.single_shard else None
         self._max_rows = max_rows
         self.cordoned: set[int] = set()  # groups in which no sequence begins
         self._num_groups = len(accounting.kv_shards)
@@ -84,40 +81,34 @@ class KvAllocator:
 
         A preempted sequence may return to its KV in a cordoned place.
         """
-        place: KvLocation | None
-        forked = start is not None and start.source is not None
         if self.cordoned and not (start is not None and start.is_swapped):
             left = [0 if group in self.cordoned else n for group, n in enumerate(left)]
-        if start is not None and forked:
-            (place,) = start.locations
-            place = self.spill.location_of_prefix(place, start.length) if self.spill else place
+        if start is not None and start.source is not None:
+            (begun,) = start.locations
         else:
             among = start.locations if start else self._all_locations
-            place = self.choose_location(sequence, left, running_load, running, among, affinity_location)
-        fit = self._fit_at(place, sequence, start, left)
-        if fit is None and self.spill and (start is None or forked):
-            place = self.spill.choose_location(
-                place, sequence.num_tokens_with_placeholders, start.length if start else 0, left
-            )
-            fit = self._fit_at(place, sequence, start, left)
-        return fit
+            begun = self.choose_location(sequence, left, running_load, running, among, affinity_location)
+        for place in self.possible_places(begun, sequence, start, left):
+            blocks = self.max_blocks(place, sequence.num_tokens_with_placeholders)
+            if start is not None and start.blocks:
+                blocks = [max(0, n) for n in subtract(blocks, list(start.blocks))]
+            if min(subtract(left, blocks)) >= 0:
+                return Allocation(place, blocks, start)
+        return None
 
-    def _fit_at(
-        self, location: KvLocation | None, sequence: Sequence, start: KvStart | None, left: list[int]
-    ) -> Allocation | None:
-        if location is None:
-            return None
-        blocks = self.max_blocks(location, sequence.num_tokens_with_placeholders)
-        if start is not None and start.blocks:
-            blocks = [max(0, n) for n in subtract(blocks, list(start.blocks))]
-        return Allocation(location, blocks, start) if min(subtract(left, blocks)) >= 0 else None
+    def possible_places(
+        self, begun: KvLocation | None, sequence: Sequence, start: KvStart | None, left: list[int]
+    ) -> Iterator[KvLocation]:
+        """Yield the places of a new sequence to try, where it begins at ``begun``; None: no place has room for it."""
+        if begun is not None:
+            yield begun
 
     def can_never_fit(self, sequence: Sequence) -> bool:
         """Return True if a new sequence without stored tokens has no room, even if running ones take no more blocks.
 
         Must be fast; False may be wrong.
         """
-        if self.spill or any(self._accounting.windows):
+        if any(self._accounting.windows):
             return False
         free, length = self._accounting.free_blocks, sequence.num_tokens_with_placeholders
         return all(min(subtract(list(free), self.max_blocks(place, length))) < 0 for place in self._all_locations)
@@ -146,24 +137,18 @@ class KvAllocator:
         left = self.free_after([s for s in running if not s.is_decoding], {})
         return [sum(n) for n in zip(left, *own, strict=True)]
 
-    def spill_next_stripes(
+    def place_rows(
         self, picked: Mapping[Sequence, int], held: Callable[[], tuple[Iterable[Sequence], Iterable[int]]]
     ) -> list[Sequence]:
-        """Borrow stripes for the next rows of ``picked`` whose home has no room.
-
-        ``held``: returns running and retained sequences; called only if needed. Returns sequences that must be
-        preempted, and recomputed elsewhere.
+        """Choose the places of the next rows of ``picked``. Returns sequences whose rows can have none: they must be
+        preempted, and recomputed elsewhere. ``held``: returns running and retained sequences.
         """
-        return self.spill.spill_next_stripes(picked, lambda: self.available_blocks(*held())) if self.spill else []
-
-    def borrowed_blocks(self, running: Iterable[Sequence]) -> list[int] | None:
-        """KV blocks of running sequences, by the layer group that lends them; None without lending."""
-        return self.spill.borrowed_blocks(running) if self.spill else None
+        return []  # they follow the rows before them
 
     def num_without_room(self, other: BlockTables, running: Iterable[Sequence]) -> int:
         """Count the ``running`` sequences that would have no room in the blocks of ``other``."""
         keep = [SurvivingKv(s.id, s.num_tokens_with_placeholders, s.location) for s in running]
-        return len(keep) - len(KvAllocator(other, self._max_rows, self._homes).reassign(keep))
+        return len(keep) - len(type(self)(other, self._max_rows, self._homes).reassign(keep))
 
     def reassign(
         self, keep: Iterable[SurvivingKv], last: Several[int] = (), stays: Mapping[int, int] = NO_SHARDS
@@ -171,7 +156,7 @@ class KvAllocator:
         """Return new places for sequences, as if all blocks were free.
 
         The longest sequences come first, so that each layer group holds its portion. Sequences without room are left
-        out. ``last``: sequences that come after all others, in this order, and borrow nothing. ``stays``: maps KV
+        out. ``last``: sequences that come after all others, in this order, each in one KV shard. ``stays``: maps KV
         shards whose sequences come first to their new KV shards. A cordoned group stays cordoned if its worker stays.
         """
         if len(self._accounting.kv_shards) != self._num_groups:
@@ -179,7 +164,6 @@ class KvAllocator:
             self.cordoned.clear()
             self.cordoned.update(closed)
             self._num_groups = len(self._accounting.kv_shards)
-        self.spill = SpillPlacement(self._accounting, self._homes) if self._accounting.placement.single_shard else None
         total = self._accounting.num_blocks
         left, kept = list(total), list[SurvivingKv]()
 
@@ -192,8 +176,8 @@ class KvAllocator:
         for each in sorted(
             keep, key=lambda k: (order.get(k.sequence, -1), k.location.kv_shard not in stays, -k.length)
         ):
-            loans = None if each.sequence in order else self.spill
-            places = loans.candidate_locations(each.length + 1, left) if loans else self._all_locations
+            alone = each.sequence in order
+            places = self._all_locations if alone else self.places_with_room(each.length + 1, left)
             rests = {x: subtract(left, self.max_blocks(x, each.length + 1)) for x in places}
             fitting = [x for x, rest in rests.items() if min(rest) >= 0]
             if fitting:
@@ -202,6 +186,10 @@ class KvAllocator:
                 left = rests[place]
                 kept.append(structs.replace(each, location=place, previous_location=each.location))
         return kept
+
+    def places_with_room(self, length: int, left: list[int]) -> list[KvLocation]:
+        """Return the places where a sequence of ``length`` tokens may have room in the ``left`` blocks."""
+        return self._all_locations
 
     def choose_location(
         self,

@@ -25,6 +25,7 @@ from lamina.scheduler.sequence import Sequence
 
 from .allocator import KvAllocator, subtract
 from .prefix_cache import PrefixCache
+from .spill_placement import SpillAllocator, SpillPlacement
 
 MAX_STRIPES_PER_COPY = 8
 MAX_RETAINED_CHECKED = 8  # retained sequences that are tried for eviction
@@ -46,11 +47,16 @@ class KvMigration(Feature):
         self.closing_shards: set[int] = set()  # layer groups of memory workers that will be removed
         self._stuck = False  # no sequence that is left there has room elsewhere
         self._accounting, self._allocator, self._prefix_cache = accounting, allocator, prefix_cache
+        self._loans = allocator if isinstance(allocator, SpillAllocator) else None
         self._ranks = 0 if any(accounting.windows) else ranks  # blocks that a window has passed are freed
         self._copy: _StripeCopy | None = None
         self._stored, self._failed = 0, False  # ranks that have completed the copy, and if one failed
         self.unsure: dict[int, int] = {}  # sequence -> the step from which all workers know its place
         self._fails = not self._ranks  # no more copies in this epoch
+
+    @property
+    def _spill(self) -> SpillPlacement | None:
+        return self._loans.spill if self._loans else None
 
     @property
     def in_flight(self) -> bool:
@@ -103,7 +109,7 @@ class KvMigration(Feature):
         """Add ops that begin or end a copy to the next plans."""
         batches = scheduling.batches
         self.unsure = {s: at for s, at in self.unsure.items() if any(self._accounting.count_blocks([s]))}
-        idle = not self.closing_shards and (bool(scheduling.waiting) or self._allocator.spill is None)
+        idle = not self.closing_shards and (bool(scheduling.waiting) or self._spill is None)
         if self._copy is None and (self._fails or idle):
             return
         running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
@@ -197,8 +203,8 @@ class KvMigration(Feature):
 
     def _next_copy(self, running: list[Sequence], blocks: list[int]) -> tuple[Sequence, StripeRun] | None:
         """The next stripes to copy into ``blocks``: the last ones of a run that fit at home. Shared stripes stay."""
-        assert self._allocator.spill is not None
-        room = self._allocator.spill.free_stripes(blocks)
+        assert self._spill is not None
+        room = self._spill.free_stripes(blocks)
         for sequence in (s for s in running if s.location.moved_runs and self._can_move(s)):
             home = sequence.location.kv_shard
             spare = room.get(home, 0) - sum(s.location.kv_shard == home for s in running)

@@ -6,7 +6,8 @@ attention over the stripes that it holds (arXiv 2401.02669 section 4). Pure poli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Several
 
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation
@@ -17,7 +18,12 @@ from lamina.protocol.loan_placement import (
     spill_locations,
     spill_to,
 )
+from lamina.protocol.step_plan import SurvivingKv
+from lamina.scheduler.feature import Feature
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.starts import KvStart
+
+from .allocator import NO_SHARDS, KvAllocator
 
 
 class SpillPlacement:
@@ -126,3 +132,51 @@ class SpillPlacement:
 
     def _stripes(self, length: int) -> int:
         return -(-length // (self._placement.stripe * self._stripe_blocks))
+
+
+class SpillAllocator(KvAllocator, Feature):
+    """The allocator of sequences that borrow stripes, while there are several KV shards to divide them among."""
+
+    def __init__(self, accounting: BlockTables, max_rows: int, homes: int = 0, max_kept_tokens: int = 0) -> None:
+        super().__init__(accounting, max_rows, homes, max_kept_tokens)
+        self._find_lenders()
+
+    def _find_lenders(self) -> None:
+        several = self._accounting.placement.single_shard
+        self.spill = SpillPlacement(self._accounting, self._homes) if several else None
+
+    def borrowed_blocks(self, running: Iterable[Sequence]) -> list[int] | None:
+        """KV blocks of ``running`` sequences, by the layer group that lends them; None if none can."""
+        return self.spill.borrowed_blocks(running) if self.spill else None
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """True if a sequence may borrow what its home has not."""
+        return self.spill is not None
+
+    def possible_places(
+        self, begun: KvLocation | None, sequence: Sequence, start: KvStart | None, left: list[int]
+    ) -> Iterator[KvLocation]:
+        """Yield the place of a prefix without loans after it, and then one with new loans. A load borrows nothing."""
+        kept, is_loaded = start.length if start else 0, start is not None and start.source is None
+        if begun is not None:
+            yield self.spill.location_of_prefix(begun, kept) if self.spill and start and not is_loaded else begun
+        if self.spill and not is_loaded:
+            lent = self.spill.choose_location(begun, sequence.num_tokens_with_placeholders, kept, left)
+            yield from [] if lent is None else [lent]
+
+    def place_rows(
+        self, picked: Mapping[Sequence, int], held: Callable[[], tuple[Iterable[Sequence], Iterable[int]]]
+    ) -> list[Sequence]:
+        """Borrow stripes for the next rows of ``picked`` whose home has no room."""
+        return self.spill.spill_next_stripes(picked, lambda: self.available_blocks(*held())) if self.spill else []
+
+    def reassign(
+        self, keep: Iterable[SurvivingKv], last: Several[int] = (), stays: Mapping[int, int] = NO_SHARDS
+    ) -> list[SurvivingKv]:
+        """Return new places for sequences, with loans of the workers that are there now."""
+        self._find_lenders()
+        return super().reassign(keep, last, stays)
+
+    def places_with_room(self, length: int, left: list[int]) -> list[KvLocation]:
+        """Return single KV shards, or if none has room, several."""
+        return self.spill.candidate_locations(length, left) if self.spill else super().places_with_room(length, left)

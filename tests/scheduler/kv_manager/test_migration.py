@@ -25,9 +25,9 @@ from lamina.protocol.step_plan import (
     StripesCopied,
 )
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.spill_placement import SpillAllocator
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
 
@@ -148,7 +148,7 @@ def test_a_fork_keeps_what_its_source_moves_away() -> None:
 
 def moving(ledger: BlockTables, *, ranks: int, homes: int = 0, page: int = 0) -> Scheduler:
     """A scheduler whose sequences may move."""
-    allocator, prefixes = KvAllocator(ledger, 8 + 512, homes), PrefixCache(ledger, page)
+    allocator, prefixes = SpillAllocator(ledger, 8 + 512, homes), PrefixCache(ledger, page)
     features = [prefixes, KvMigration(ledger, allocator, prefixes, ranks)]
     return Scheduler(ledger, max_num_seqs=8, prefill_chunk=512, allocator=allocator, features=features)
 

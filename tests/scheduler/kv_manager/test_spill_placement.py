@@ -10,8 +10,7 @@ from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.kv_placement import KvLocation, StripeRun
 from lamina.protocol.step_plan import SurvivingKv
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.scheduler.kv_manager.allocator import KvAllocator
-from lamina.scheduler.kv_manager.spill_placement import SpillPlacement
+from lamina.scheduler.kv_manager.spill_placement import SpillAllocator, SpillPlacement
 from lamina.scheduler.sequence import Sequence
 
 BLOCK, STRIPE = 2, 4  # tokens of a block, blocks of a stripe
@@ -50,7 +49,7 @@ def test_none_begins_on_a_guest_however_much_room_it_has() -> None:
         "not whole on the guest"
     )
     assert of.candidate_locations(2 * STRIPE * BLOCK, free) == [KvLocation(0), KvLocation(1)]
-    room = KvAllocator(tables([8, 12, 40]), 4, homes=2)
+    room = SpillAllocator(tables([8, 12, 40]), 4, homes=2)
     kept = room.reassign([SurvivingKv(0, 8 * STRIPE * BLOCK - 1, KvLocation(2)), SurvivingKv(1, STRIPE, KvLocation(2))])
     assert {k.sequence: k.location.kv_shard for k in kept} == {0: 1, 1: 0}, (
         "nor comes to lie there when all are laid out"
