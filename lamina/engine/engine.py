@@ -214,12 +214,12 @@ class Engine:
             run = [self._prepare(s) for s in steps]
             words = self.vocabulary.attached(run)
             self.executor.submit(RunRound(round=steps[0].plan.step, steps=run, vocabulary=words))
-        for chunk in self.scheduler.take_prefill_steps():
-            if chunk.prefill_worker is not None:
+        for chunk in self.scheduler.take_side_steps():
+            if chunk.side_worker is not None:
                 part = [self._prepare(chunk)]
-                words = self.vocabulary.attached(part, chunk.prefill_worker)
+                words = self.vocabulary.attached(part, chunk.side_worker)
                 new = RunRound(round=chunk.plan.step, steps=part, vocabulary=words)
-                self.executor.submit_prefill(chunk.prefill_worker, new)
+                self.executor.submit_prefill(chunk.side_worker, new)
         self.idle = not self.in_flight and not self.scheduler.must_wait_for_transfer
         if self.idle:
             return self._look_for_room()

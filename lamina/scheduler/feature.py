@@ -72,8 +72,8 @@ class PlanDraft:
     """The next plan of a batch, whose rows are picked. Features add to ``batch.ops``, the ops of the plan.
 
     ``round``: its number. ``build``: makes the plan in its current state. ``evict_for``: evicts a retained sequence
-    whose blocks such rows can use; False if there is none. ``prefill_steps``: steps of prefill workers that begin with
-    this plan.
+    whose blocks such rows can use; False if there is none. ``side_steps``: steps of other workers
+    that begin with this plan.
     """
 
     batch: Batch
@@ -82,7 +82,7 @@ class PlanDraft:
     accounting: BlockTables
     build: Callable[[], StepPlan]
     evict_for: Callable[[Batch, Iterable[RowRange]], bool]
-    prefill_steps: list[ScheduledStep]
+    side_steps: list[ScheduledStep]
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Feature:
         return ()
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
-        """A step of a batch or a prefill worker has completed, and its tokens are appended.
+        """A step of a batch or of a side worker has completed, and its tokens are appended.
 
         ``done``: its round, if that has completed.
         """

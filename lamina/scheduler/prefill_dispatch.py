@@ -83,6 +83,7 @@ class PrefillDispatcher(Feature):
         """
         self.stored_block = stored_block
         self.workers = [_PrefillWorkerState(i) for i in range(num_workers)]
+        self._worker_of = dict[Sequence, _PrefillWorkerState]()  # who computes the prompt
         self._lenders = dict[Sequence, _PrefixFetch]()  # fetches of prefixes
         # Sequences that workers fetch while they are loaded: when the load began, and its tokens.
         self.overlapped = dict[Sequence, tuple[float, int]]()
@@ -168,9 +169,7 @@ class PrefillDispatcher(Feature):
 
     def assign(self, sequence: Sequence) -> None:
         """Queue a started sequence at its worker, which has all tokens that have KV on the memory workers."""
-        number = self.slo_admission.reserve(sequence)
-        sequence.set_transfer(prefill_worker=number)
-        worker = self.workers[number]
+        worker = self._begin(sequence)
         worker.prompts.append(sequence)
         cache, begun = worker.prompt_cache, sequence.num_computed_tokens
         moved = begun
@@ -186,9 +185,13 @@ class PrefillDispatcher(Feature):
 
     def assign_when_loaded(self, sequence: Sequence) -> None:
         """Let a started sequence wait until enough of its stored tokens is loaded, and then queue it at its worker."""
-        number = self.slo_admission.reserve(sequence)
-        sequence.set_transfer(prefill_worker=number)
-        self.workers[number].loading[sequence] = self.slo_admission.now_s()
+        self._begin(sequence).loading[sequence] = self.slo_admission.now_s()
+
+    def _begin(self, sequence: Sequence) -> _PrefillWorkerState:
+        """Let no compute worker run the sequence. Returns its worker."""
+        sequence.set_transfer(on_side_worker=True)
+        worker = self._worker_of[sequence] = self.workers[self.slo_admission.reserve(sequence)]
+        return worker
 
     def begin_round(self, scheduling: Scheduling) -> None:
         """Queue sequences at their workers of which enough is loaded: the rest follows, layer by layer."""
@@ -202,17 +205,13 @@ class PrefillDispatcher(Feature):
         if (early := self.overlapped.pop(sequence, None)) is not None:
             self._on_rest_loaded(sequence, *early)
             return ()
-        worker = self._worker_of(sequence)
+        worker = self._worker_of.get(sequence)
         if worker is not None and (began := worker.loading.pop(sequence, None)) is not None:
             if sequence.num_computed_tokens:
                 self.slo_admission.on_stored_loaded(sequence.num_computed_tokens, self.slo_admission.now_s() - began)
             if not sequence.finished:
                 self.assign(sequence)
         return ()
-
-    def _worker_of(self, sequence: Sequence) -> _PrefillWorkerState | None:
-        number = sequence.transfer.prefill_worker
-        return None if number is None else self.workers[number]
 
     def _on_rest_loaded(self, sequence: Sequence, began_s: float, tokens: int) -> None:
         """End an overlapped load. If that has failed, compute workers run the rest, after the chunks in flight."""
@@ -221,7 +220,7 @@ class PrefillDispatcher(Feature):
             self.slo_admission.on_stored_loaded(tokens, now_s - began_s)
             if (lent := self._lenders.get(sequence)) is not None:
                 lent.loaded_s = now_s
-        elif (worker := self._worker_of(sequence)) is not None and sequence.transfer.prefill_chunks:
+        elif (worker := self._worker_of.get(sequence)) is not None and sequence.transfer.unstored_chunks:
             self._withdraw(sequence, worker)
         elif worker is not None:
             self.leave_to_compute_workers(sequence)
@@ -258,15 +257,16 @@ class PrefillDispatcher(Feature):
         self.slo_admission.remove(sequence)
         self._return(sequence)
         self.overlapped.pop(sequence, None)
-        if (worker := self._worker_of(sequence)) is not None:
+        if (worker := self._worker_of.pop(sequence, None)) is not None:
             worker.loading.pop(sequence, None)
             self._withdraw(sequence, worker)
             if worker.computing is sequence:
                 self._start_next(worker)
-            sequence.set_transfer(prefill_worker=None)
+            sequence.set_transfer(on_side_worker=False)
 
     def roll_back(self, loss: Loss) -> None:
         """Remove all prompts from the workers, and those of finished sequences for good. Step numbers only grow."""
+        self._worker_of.clear()
         self._lenders.clear()
         self.overlapped.clear()
         for worker in self.workers:
@@ -315,11 +315,11 @@ class PrefillDispatcher(Feature):
                 if not budget.try_reserve(grant) and not make_room(draft):
                     del ops[at]
                     return
-                draft.prefill_steps.append(self.begin_chunk(sequence, grant, epoch))
+                draft.side_steps.append(self.begin_chunk(sequence, grant, epoch))
 
     def next_grant(self, sequence: Sequence) -> PrefillGrant | None:
         """Return a grant for the next chunk of ``sequence``, if its worker can take one."""
-        if (worker := self._worker_of(sequence)) is None:
+        if (worker := self._worker_of.get(sequence)) is None:
             return None
         if len(worker.in_flight) >= self._ahead or not worker.prompts or worker.prompts[0] is not sequence:
             return None
@@ -355,7 +355,7 @@ class PrefillDispatcher(Feature):
         if worker.computing is None:
             self._start_next(worker)
         sequence.num_computed_tokens += grant.count
-        sequence.set_transfer(prefill_chunks=sequence.transfer.prefill_chunks + 1)
+        sequence.set_transfer(unstored_chunks=sequence.transfer.unstored_chunks + 1)
         sequence.num_output_placeholders += len(draws)
         if is_last:
             worker.prompts.popleft()
@@ -381,8 +381,8 @@ class PrefillDispatcher(Feature):
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
         """A worker's chunk is stored, or a step of compute workers has sampled tokens."""
-        if step.prefill_worker is not None:
-            self.on_chunk_stored(step, step.prefill_worker)
+        if step.side_worker is not None:
+            self.on_chunk_stored(step, step.side_worker)
         else:
             self.slo_admission.on_inline_sampled(step.sampled_sequences)
 
@@ -396,15 +396,16 @@ class PrefillDispatcher(Feature):
             loaded_s = math.inf if sequence in self.overlapped else lent.loaded_s
             loading_s = min(step.fetch_s, max(0.0, loaded_s - load.chunk_began_s)) if lent.source is None else None
             self.slo_admission.on_prefix_fetched(sequence, lent.tokens, step.fetch_s, ahead_s, loading_s)
-        sequence.set_transfer(prefill_chunks=sequence.transfer.prefill_chunks - 1)
-        ends = not sequence.transfer.prefill_chunks and sequence not in load.prompts
+        sequence.set_transfer(unstored_chunks=sequence.transfer.unstored_chunks - 1)
+        ends = not sequence.transfer.unstored_chunks and sequence not in load.prompts
         if step.sampled_sequences or (ends and sequence.evicts_kv):
             part = 1.0 if load.is_waiting_for_prefix else self.slo_admission.stage_share(sequence)
             self.slo_admission.on_prefill_done(sequence, load.chunk_began_s, part)
             if load.prompt_cache:
                 load.prompt_cache.on_computed(sequence)
             self._start_next(load, follows=True)
-            sequence.set_transfer(prefill_worker=None)
+            self._worker_of.pop(sequence)
+            sequence.set_transfer(on_side_worker=False)
         elif ends:  # its load has failed
             self.leave_to_compute_workers(sequence)
 

@@ -23,7 +23,7 @@ def sampling_requests_of(
         yield sampling_request_of(
             sequence,
             last_rows[sequence],
-            by_prefill_worker=step.prefill_worker is not None,
+            by_prefill_worker=step.side_worker is not None,
             reference_request=-1 if followed is None else request_index[followed],
         )
 

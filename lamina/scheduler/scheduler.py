@@ -82,7 +82,7 @@ class Scheduler:
         self.features = FeatureTable(features)
         self.admission = Admission(accounting, self._allocator, self._chunk_policy, self.features)
         self._preemption = Preemption(accounting, self._allocator, self.features)
-        self._prefill_steps: list[ScheduledStep] = []  # for prefill workers; ``take_prefill_steps`` empties it
+        self._side_steps: list[ScheduledStep] = []  # that features begin; ``take_side_steps`` empties it
         self._pending_ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on
         self.rounds_in_flight: list[Round] = []
@@ -229,14 +229,14 @@ class Scheduler:
         """Stop a running sequence of ``batch`` and free its KV. The caller queues it again."""
         self._preemption.preempt(batch, sequence)
 
-    def take_prefill_steps(self) -> list[ScheduledStep]:
-        """Return the steps for prefill workers of the last round, once."""
-        taken, self._prefill_steps = self._prefill_steps, []
+    def take_side_steps(self) -> list[ScheduledStep]:
+        """Return the steps of other than compute workers that begin with the last round, once."""
+        taken, self._side_steps = self._side_steps, []
         return taken
 
     def on_step_done(self, step: ScheduledStep) -> None:
         """Process a step that has completed; its tokens are appended."""
-        done = None if step.prefill_worker is not None else self._take_done(step)
+        done = None if step.side_worker is not None else self._take_done(step)
         self.features.on_step_done(step, done)
 
     def _take_done(self, step: ScheduledStep) -> Round | None:
@@ -328,7 +328,7 @@ class Scheduler:
                 self._accounting,
                 lambda: self._build_plan(batch, picked),
                 self._preemption.evict_for,
-                self._prefill_steps,
+                self._side_steps,
             )
         )
         if not picked and not batch.ops:

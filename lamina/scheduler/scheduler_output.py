@@ -17,18 +17,18 @@ class ScheduledStep:
     """A StepPlan with its sequences: ``sequences[i]`` owns ``plan.rows[i]``.
 
     ``sampled_sequences``: those that sample after their last row. ``prompt_logprob_requests``: the owners of prompt
-    log-probabilities, which precede the samples; the engine fills it. ``prefill_worker``: the one that runs the step;
-    None: the compute workers. Set once it is done: ``fetch_s``, the seconds of its prefix fetch, and ``drawn``, the
-    tokens of ``sampled_sequences``. ``warnings``: lines for the log.
+    log-probabilities, which precede the samples; the engine fills it. ``side_worker``: the one that runs the step, in
+    no round; None: the compute workers. Set once it is done: ``fetch_s``, the seconds of its prefix fetch, and
+    ``drawn``, the tokens of ``sampled_sequences``. ``warnings``: lines for the log.
     """
 
     def __init__(
-        self, plan: StepPlan, parts: list[Sequence], draws: list[Sequence], prefill_worker: int | None = None
+        self, plan: StepPlan, parts: list[Sequence], draws: list[Sequence], side_worker: int | None = None
     ) -> None:
         self.plan = plan
         self.sequences = parts
         self.sampled_sequences = draws
-        self.prefill_worker, self.fetch_s = prefill_worker, 0.0
+        self.side_worker, self.fetch_s = side_worker, 0.0
         self.prompt_logprob_requests: list[Sequence] = []
         self.drawn: Several[SampledToken] = ()
         self.warnings: list[str] = []

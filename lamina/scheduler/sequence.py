@@ -20,14 +20,14 @@ FULL_ATTENTION_SALT = b" dense"  # added to the salt of sequences that attend al
 class KvTransfer(NamedTuple):
     """The KV of a sequence in transfer, which no rows of compute workers bring. Each part is set by one feature.
 
-    ``loading_tokens``: those whose KV is being loaded. ``prefill_worker``: the one that computes its prompt.
-    ``prefill_chunks``: chunks there whose K and V are not stored yet. ``is_scored``: memory workers report scores, and
-    then its blocks are dropped. ``is_migrating``: its KV moves to another memory worker.
+    ``loading_tokens``: those whose KV is being loaded. ``on_side_worker``: one computes its first tokens, no compute
+    worker does. ``unstored_chunks``: chunks there whose K and V are not stored yet. ``is_scored``: memory workers
+    report scores, and then its blocks are dropped. ``is_migrating``: its KV moves to another memory worker.
     """
 
     loading_tokens: int = 0
-    prefill_worker: int | None = None
-    prefill_chunks: int = 0
+    on_side_worker: bool = False
+    unstored_chunks: int = 0
     is_scored: bool = False
     is_migrating: bool = False
 
@@ -39,17 +39,17 @@ class KvTransfer(NamedTuple):
     @property
     def writes_blocks(self) -> bool:
         """True if blocks of the sequence are being written, so that they cannot be freed."""
-        return self.loading_tokens > 0 or self.prefill_chunks > 0
+        return self.loading_tokens > 0 or self.unstored_chunks > 0
 
     @property
     def lacks_kv(self) -> bool:
-        """True if memory workers have not all KV of its computed tokens, or a prefill worker has more to come."""
-        return self.writes_blocks or self.prefill_worker is not None
+        """True if memory workers have not all KV of its computed tokens, or a side worker has more to come."""
+        return self.writes_blocks or self.on_side_worker
 
     def holds_rows(self, num_computed_tokens: int) -> bool:
         """Return whether the sequence has no rows now. Once enough is loaded, it has its first ones."""
         loads = self.loading_tokens > 0 and num_computed_tokens != self.loading_tokens
-        return loads or self.prefill_worker is not None or self.is_scored or self.is_migrating
+        return loads or self.on_side_worker or self.is_scored or self.is_migrating
 
 
 NO_TRANSFER = KvTransfer()
@@ -242,14 +242,14 @@ class Sequence:
             self.output.stop_reason = stop_reason
 
     def roll_back(self, kept: int) -> None:
-        """Discard what is in flight; ``kept`` tokens of its KV are left. On prefill workers it begins anew.
+        """Discard what is in flight; ``kept`` tokens of its KV are left. On a side worker it begins anew.
 
         At least one row is recomputed, to sample. Tokens that were sampled during a load are sampled again.
         """
         self.awaits_external_token = False
         kept = min(kept, len(self.tokens) - 1)
         # Other sequences may hold the blocks that it began with.
-        whole = self.transfer.prefill_worker is None and kept >= self.num_cached_tokens
+        whole = not self.transfer.on_side_worker and kept >= self.num_cached_tokens
         whole = whole and not self.evicts_kv  # dropped KV is needed to recompute the rest
         self.num_computed_tokens = min(self.num_computed_tokens, kept) if whole else 0
         self.num_output_placeholders = self.num_discarded_samples = 0

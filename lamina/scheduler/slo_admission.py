@@ -316,7 +316,7 @@ class SloAdmission:
                     for s, b in self._reservations.items()
                     if b.uses_other_prompt and s.request_id == sequence.request_id
                 ]
-                self._reserve_again([s for s in waiters if s.transfer.prefill_worker is None and s not in self._inline])
+                self._reserve_again([s for s in waiters if not s.transfer.on_side_worker and s not in self._inline])
         self._leave(sequence)
 
     def _release_waiters(self, sequence: Sequence) -> bool:

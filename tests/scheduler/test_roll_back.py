@@ -17,7 +17,7 @@ from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
-from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sequence import NO_TRANSFER, Sequence
 from lamina.scheduler.sessions.session_table import SessionName
 
 BLOCKS, BLOCK = 50, 4
@@ -269,12 +269,12 @@ def test_a_prompt_that_a_prefill_worker_has_in_part_begins_anew() -> None:
     sequence = make(0, 20, 5)
     add(scheduler, sequence)
     serve(scheduler, scheduler.schedule())
-    first, second = scheduler.take_prefill_steps()
+    first, second = scheduler.take_side_steps()
     scheduler.on_step_done(first)
     kept = Kept()
     assert scheduler.roll_back([second], kept) == []
     assert kept.asked == [SurvivingKv(0, 8)]
-    assert (sequence.id, sequence.num_computed_tokens, sequence.transfer.prefill_worker) == (-1, 0, None)
+    assert (sequence.id, sequence.num_computed_tokens, sequence.transfer.on_side_worker) == (-1, 0, False)
     assert tables.free_blocks == (BLOCKS,)
 
 
@@ -284,15 +284,13 @@ def test_prompts_at_prefill_workers_begin_anew() -> None:
     sequences = [make(i, 20, 5) for i in range(2)]
     add(scheduler, *sequences)
     steps = scheduler.schedule()
-    chunks = scheduler.take_prefill_steps()
+    chunks = scheduler.take_side_steps()
     assert [c.sequences for c in chunks] == [[sequences[0]]] * 2
     assert scheduler.roll_back([*steps, *chunks], all_of_it) == []
     assert tables.free_blocks == (BLOCKS,)
-    assert [(s.id, s.transfer.prefill_worker, s.transfer.prefill_chunks, s.num_computed_tokens) for s in sequences] == [
-        (-1, None, 0, 0)
-    ] * 2
+    assert [(s.id, s.transfer, s.num_computed_tokens) for s in sequences] == [(-1, NO_TRANSFER, 0)] * 2
     (step,) = scheduler.schedule()
-    again = scheduler.take_prefill_steps()
+    again = scheduler.take_side_steps()
     assert [c.sequences for c in again] == [[sequences[0]]] * 2
     assert [op for op in step.plan.ops if isinstance(op, New)] == [New(2), New(3)]
     assert again[0].plan.ops == [New(2)], "a prefill worker that is connected anew holds nobody"
@@ -318,7 +316,7 @@ def test_all_steps_name_the_view_they_are_of() -> None:
     for view in (3, 4):
         scheduler.epoch = view
         add(scheduler, make(view, 8, 20))
-        steps = [*scheduler.schedule(), *scheduler.take_prefill_steps()]
+        steps = [*scheduler.schedule(), *scheduler.take_side_steps()]
         assert [step.plan.epoch for step in steps] == [view, view]
 
 

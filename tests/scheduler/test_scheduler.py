@@ -106,11 +106,11 @@ def test_who_is_preempted_beside_a_prefill_worker() -> None:
         scheduler.add(sequence)
     chunks: list[ScheduledStep] = []
     while steps := scheduler.schedule():
-        chunks += scheduler.take_prefill_steps()
+        chunks += scheduler.take_side_steps()
         for step in steps:
             decoding.append(7)
             scheduler.on_step_done(step)
-    assert (len(decoding.tokens), prompt.transfer.prefill_chunks, scheduler.num_preemptions) == (29, 2, 0), (
+    assert (len(decoding.tokens), prompt.transfer.unstored_chunks, scheduler.num_preemptions) == (29, 2, 0), (
         "it waits for K and V"
     )
     for chunk in chunks:
@@ -118,34 +118,31 @@ def test_who_is_preempted_beside_a_prefill_worker() -> None:
     (step,) = scheduler.schedule()
     assert step.sequences == [decoding]
     assert isinstance(step.plan.ops[0], Free)
-    assert (scheduler.num_preemptions, prompt.transfer.prefill_worker, prompt.num_computed_tokens) == (1, None, 0)
-    assert [c.sequences for c in scheduler.take_prefill_steps()] == [[behind]] * 2, (
+    assert (scheduler.num_preemptions, prompt.transfer.on_side_worker, prompt.num_computed_tokens) == (1, False, 0)
+    assert [c.sequences for c in scheduler.take_side_steps()] == [[behind]] * 2, (
         "the worker goes on with the next prompt"
     )
 
 
 def test_prompts_go_to_the_prefill_worker_with_the_least_to_do() -> None:
-    scheduler = Scheduler(
-        BlockTables([0], [100], 4),
-        max_num_seqs=8,
-        prefill_chunk=8,
-        num_batches=2,
-        features=with_prefill(PrefillDispatcher(2, 8, 2)),
-    )
+    prefill = PrefillDispatcher(2, 8, 2)
+    features = with_prefill(prefill)
+    scheduler = Scheduler(BlockTables([0], [100], 4), max_num_seqs=8, prefill_chunk=8, num_batches=2, features=features)
     sequences = [make(i, length, 20) for i, length in enumerate([20, 5, 1, 9, 30, 7])]
     for sequence in sequences:
         scheduler.add(sequence)
     steps = scheduler.schedule()
-    assert [s.transfer.prefill_worker for s in sequences] == [0, 1, None, 1, None, 0], (
+    there = [prefill.slo_admission.reserve(s) if s.transfer.on_side_worker else None for s in sequences]
+    assert there == [0, 1, None, 1, None, 0], (
         "the fifth waits for worker 1, which has two; the last one need not wait for that"
     )
     assert [[len(s.prompt) for s in step.sequences] for step in steps] == [[], [1]], "a single token is decoded at once"
-    chunks = scheduler.take_prefill_steps()
-    assert [(c.prefill_worker, len(c.sequences[0].prompt), len(c.tokens),
+    chunks = scheduler.take_side_steps()
+    assert [(c.side_worker, len(c.sequences[0].prompt), len(c.tokens),
         len(c.sampled_sequences)) for c in chunks] == [ (0, 20, 8, 0), (0, 20, 8, 0), (1, 5, 5, 1), (1, 9, 8, 0)
     ]  # fmt: skip
     assert len({(c.plan.batch, c.plan.step) for c in chunks}) == 4
-    assert not scheduler.take_prefill_steps()
+    assert not scheduler.take_side_steps()
 
 
 def test_decode_goes_on_between_prefill_chunks() -> None:

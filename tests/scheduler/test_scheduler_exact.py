@@ -227,7 +227,7 @@ def test_a_prompt_at_a_prefill_worker_keeps_what_it_will_still_take() -> None:
         )
         scheduler.add(make(0, 20, 1))
         serve(scheduler, scheduler.schedule())
-        assert len(scheduler.take_prefill_steps()) == 2
+        assert len(scheduler.take_side_steps()) == 2
         scheduler.add(make(1, 1, 5))
         scheduler.schedule()
         assert scheduler.num_running == 1 + admitted

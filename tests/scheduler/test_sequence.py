@@ -79,7 +79,7 @@ def test_a_drawn_token_is_no_longer_being_drawn() -> None:
         ({"num_computed_tokens": 4, "num_output_placeholders": 3}, False),
         # the last token that it may have is being drawn
         ({"finished": True}, False),
-        ({"transfer": KvTransfer(prefill_worker=0)}, False),
+        ({"transfer": KvTransfer(on_side_worker=True)}, False),
     ],
 )
 def test_which_rows_it_wants(state: dict[str, Any], wants: bool) -> None:
@@ -138,8 +138,8 @@ def test_logits_that_come_behind_a_choice_are_of_the_token_before() -> None:
     [
         (KvTransfer(), False, False, False),
         (KvTransfer(loading_tokens=3), True, True, True),
-        (KvTransfer(prefill_worker=0), False, False, True),
-        (KvTransfer(prefill_worker=0, prefill_chunks=1), False, True, True),
+        (KvTransfer(on_side_worker=True), False, False, True),
+        (KvTransfer(on_side_worker=True, unstored_chunks=1), False, True, True),
         (KvTransfer(is_scored=True), True, False, False),
         (KvTransfer(is_migrating=True), True, False, False),
     ],
@@ -157,7 +157,7 @@ def test_what_is_awaited_decides_whether_blocks_can_be_freed_and_kv_is_whole(
 def test_a_sequence_has_rows_only_where_no_transfer_holds_them() -> None:
     one = sequence(num_computed_tokens=2)
     assert one.is_schedulable
-    for part in ({"prefill_worker": 0}, {"is_scored": True}, {"is_migrating": True}, {"loading_tokens": 3}):
+    for part in ({"on_side_worker": True}, {"is_scored": True}, {"is_migrating": True}, {"loading_tokens": 3}):
         one.transfer = KvTransfer(**part)
         assert not one.is_schedulable, part
     one.transfer = KvTransfer(loading_tokens=2)

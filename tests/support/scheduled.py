@@ -232,8 +232,8 @@ def drive(
             assert all(row.count == 1 for row in step.plan.rows), "prompts are not for the compute workers"
         assert all(step.plan.num_rows <= MAX_ROWS for step in steps)
         rounds += [steps] if steps else []
-        for chunk_step in scheduler.take_prefill_steps():
-            prefills[chunk_step.prefill_worker or 0].steps.append(chunk_step)
+        for chunk_step in scheduler.take_side_steps():
+            prefills[chunk_step.side_worker or 0].steps.append(chunk_step)
         assert len(rounds) <= Scheduler.LOOKAHEAD + 1
         ready = [w for w, p in enumerate(prefills) if p.steps and (w, p.steps[0].plan.step) in pool.granted]
         if (rounds or served or ready) and not (steps and scheduler.can_schedule_ahead):

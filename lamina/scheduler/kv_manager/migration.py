@@ -90,7 +90,7 @@ class KvMigration(Feature):
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
         """Record that memory workers know the places of the sequences in a completed step."""
-        if not self.unsure or step.prefill_worker is not None:
+        if not self.unsure or step.side_worker is not None:
             return
         for rows in step.plan.rows:
             if self.unsure.get(rows.sequence, step.plan.step + 1) <= step.plan.step:

@@ -35,11 +35,12 @@ def new(number: int, tokens: int) -> Sequence:
     return sequence
 
 
-def given(prefill: PrefillDispatcher, number: int, tokens: int) -> tuple[Sequence, int | None]:
+def given(prefill: PrefillDispatcher, number: int, tokens: int) -> tuple[Sequence, int]:
     sequence = new(number, tokens)
     prefill.on_arrival(sequence)
     prefill.assign(sequence)
-    return sequence, sequence.transfer.prefill_worker
+    assert sequence.transfer.on_side_worker
+    return sequence, prefill.slo_admission.reserve(sequence)
 
 
 def chunk(prefill: PrefillDispatcher, sequence: Sequence) -> ScheduledStep:
@@ -100,7 +101,7 @@ def test_what_is_dropped_counts_no_more_and_what_is_rolled_back_waits_anew() -> 
     prefill = PrefillDispatcher(2, 8, 1)
     (long, at), _ = given(prefill, 0, 80), given(prefill, 1, 8)
     prefill.remove(long)
-    assert long.transfer.prefill_worker is None
+    assert not long.transfer.on_side_worker
     (short, to) = given(prefill, 2, 5)
     assert to == at
     prefill.roll_back(Loss([], lambda keep: 0))
@@ -149,5 +150,5 @@ def test_completions_whose_worker_is_full_hold_nobody_back() -> None:
     for sequence in (*completions, other):
         scheduler.add(sequence)
     scheduler.schedule()
-    assert [s.transfer.prefill_worker for s in completions] == [0, 0, None, None]
-    assert other.transfer.prefill_worker == 1, "it is idle"
+    assert [s.transfer.on_side_worker for s in (*completions, other)] == [True, True, False, False, True]
+    assert [promises.reserve(s) for s in (*completions[:2], other)] == [0, 0, 1], "the last one is idle"

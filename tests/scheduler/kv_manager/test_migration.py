@@ -427,11 +427,11 @@ def test_who_finds_no_room_elsewhere_stays_and_what_is_retained_gives_way() -> N
 def test_nothing_leaves_before_its_prompt_is_there() -> None:
     house = Exit([40, 40], [9, 9])
     (there,) = house.there
-    there.set_transfer(prefill_chunks=1)
+    there.set_transfer(unstored_chunks=1)
     house.leave()
     for _ in range(3):
         house.step()
     assert not house.ops
     assert not house.scheduler.features[KvMigration].is_drained(house.scheduler.running)
-    there.set_transfer(prefill_chunks=0)
+    there.set_transfer(unstored_chunks=0)
     assert house.until_moves().source == there.id
