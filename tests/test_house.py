@@ -307,6 +307,64 @@ def test_the_scheduler_imports_no_feature(core: str) -> None:
     assert feature_modules().isdisjoint(targets(ROOT / "lamina" / core))
 
 
+# Words of features, with which no part of a name in the core begins, but for names that are listed with a reason.
+FEATURE_WORDS = (
+    "borrow", "loan", "lend", "lent", "spill", "shadow", "hidden", "reference", "session", "parity", "swap", "prun",
+    "spars", "evicts", "migrat", "snapshot", "offload", "storage", "prefill_worker", "prefill_step", "prefill_stor",
+)  # fmt: skip
+FEATURE_NAMES: dict[str, set[str]] = {
+    "scheduler/scheduler.py": set(),
+    "scheduler/batch.py": set(),
+    "scheduler/preemption.py": set(),
+    "scheduler/feature.py": set(),
+    "scheduler/feature_table.py": set(),
+    "scheduler/scheduler_output.py": set(),
+    # What sessions and sparsity know of a sequence goes with it through preemptions: one slot for each.
+    "scheduler/sequence.py": {
+        "SessionTurn", "sessions", "session_table", "sparsity",
+        "num_tokens_offloaded",  # it goes with the KV of the sequence, whatever drops that
+        "is_migrating",  # each part of KvTransfer is set by one feature
+    },
+    "scheduler/admission.py": {"on_prefill_worker"},  # a feature fills in where the first rows are computed
+    # A start says what it is. Layer groups have sparse layers, whatever drops their blocks.
+    "scheduler/kv_manager/allocator.py": {"is_swapped", "sparse"},
+    # The engine's users name sessions, and workers say what they have.
+    "engine/engine.py": {"EngineSessions", "sessions", "session", "storage", "prefill_stores"},
+}  # fmt: skip
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """Returns the names of variables, attributes, parameters and functions, and of what is imported."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.ImportFrom(module=str(module)):
+                names |= {*module.split("."), *(alias.asname or alias.name for alias in node.names)}
+    return names
+
+
+def names_of_features(tree: ast.AST) -> set[str]:
+    """Returns the names with a feature's word."""
+    words = re.compile(rf"(?:^|_)(?:{'|'.join(FEATURE_WORDS)})")
+    snake = {name: re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() for name in names_in(tree)}
+    return {name for name, text in snake.items() if words.search(text)}
+
+
+@pytest.mark.parametrize("core", FEATURE_NAMES)
+def test_the_core_has_no_names_of_features(core: str) -> None:
+    assert names_of_features(ast.parse((ROOT / "lamina" / core).read_text())) == FEATURE_NAMES[core]
+
+
+def test_a_name_of_a_feature_is_found() -> None:
+    using = "from a.sessions import B\nclass KvSpill: ...\ndef f(borrowed: int): s.is_hidden = g(is_migrating=1)\n"
+    found = {"sessions", "KvSpill", "borrowed", "is_hidden", "is_migrating"}
+    assert names_of_features(ast.parse(using + "blended = prefill_chunk = possession = evicted = 1")) == found
+
+
 def test_the_scheduler_has_few_parameters() -> None:
     (scheduler,) = (c for c in facts(ROOT / "lamina/scheduler/scheduler.py").classes if c.name == "Scheduler")
     (init,) = (f for f in scheduler.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")

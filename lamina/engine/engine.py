@@ -119,7 +119,7 @@ class Engine:
                 raise OverloadedError(refusal)
         if terms.session:  # none is made for a refused request
             for sequence in request.sequences:
-                sequence.session = self.sessions.get_or_create(terms.session)
+                sequence.turn.session = self.sessions.get_or_create(terms.session)
         for resumed in resume_from:
             request.replay(resumed)
         self.requests.add(request)  # not one whose tokens could not be taken

@@ -12,11 +12,12 @@ from lamina.kv.sparsity import OBSERVED_DECODE_ROWS
 from lamina.protocol.control import ComputeReady
 from lamina.request import CompletionOutput, RequestOutput, RequestTimes, SamplingParams
 from lamina.scheduler.sampling_requests import completion_seed
-from lamina.scheduler.sequence import FULL_ATTENTION_SALT, Sequence
+from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.scheduler.sessions.context_overflow import ContextOverflow, build_context_overflow
-from lamina.scheduler.sessions.session_table import Sessions
+from lamina.scheduler.sessions.session_table import Sessions, SessionTurn
 from lamina.scheduler.sessions.token_ranges import TokenRanges, remove_ranges, union
+from lamina.scheduler.sparsity.kept_kv import FULL_ATTENTION_SALT, KeptKv
 
 from .request import DecodeToken, IncrementalDetokenizer, Request, build_text_streams
 
@@ -86,12 +87,8 @@ class RequestIntake:
                 affinity_key=terms.affinity_key,
                 priority=terms.priority,
                 retention_s=terms.retention_s,
-                discarded_ranges=discarded,
-                original_prompt=prompt if discarded else [],
-                evicts_kv=self._drops_blocks and sparse,
-                num_scored_rows=self._scored_rows,
-                prefill_unit=self._prefill_unit,
-                full_attention=dense,
+                turn=SessionTurn(None, discarded, prompt if discarded else []),
+                kept=KeptKv(self._drops_blocks and sparse, self._scored_rows, self._prefill_unit, dense),
                 do_not_cache=not cacheable,
                 is_accepted=accepted,
                 external_sampling=external_sampling,

@@ -142,8 +142,8 @@ class Request:
     def on_scheduled(self, sequence: Sequence, now: float) -> None:
         """Record that the first rows of a sequence are scheduled."""
         output = self.output
-        if sequence.session is not None:
-            sequence.session.on_turn_began(now - output.times.arrival_s)
+        if sequence.turn.session is not None:
+            sequence.turn.session.on_turn_began(now - output.times.arrival_s)
         output.times.scheduled_s = output.times.scheduled_s or now
         if output.num_cached_tokens is None:
             output.num_cached_tokens = min(sequence.num_cached_tokens, len(sequence.prompt))

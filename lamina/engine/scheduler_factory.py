@@ -197,7 +197,7 @@ def _features(
     budget, ranks = parse_error_budget(config.kv.kv_error_budget), config.topology.tensor_parallel_size
     prefill = _prefill(config, info, slo_admission, prefixes) if conducts else None
     swap = _swaps(config, info, offload_index)
-    table = [
+    table: list[Feature | None] = [
         prefill,
         swap,
         ReferenceDecoder(config.kv, budget) if budget else None,
@@ -293,7 +293,8 @@ def _slo_admission(
 
     def stored_tokens_of(sequence: Sequence) -> tuple[int, int]:
         pool = prefix_cache.num_cached_tokens(sequence)
-        load = offload_index.find_loadable(sequence, pool) if offload_index and not sequence.discarded_ranges else None
+        index = None if sequence.turn.discarded_ranges else offload_index
+        load = index.find_loadable(sequence, pool) if index else None
         return (load.length, load.length) if load else (pool, 0)
 
     staged = PrefillPipelineShape(config.topology.prefill_pipeline, config.batching.prefill_chunk)

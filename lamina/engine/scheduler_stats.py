@@ -50,6 +50,6 @@ def collect_stats(scheduler: Scheduler) -> SchedulerStats:
         stored_hit_tokens=stored.num_hit_tokens if stored else 0,
         pruned_blocks=pruner.num_dropped if pruner else None,
         migrated_blocks=migration.num_moved_blocks if migration else None,
-        borrowed_blocks=loans.borrowed_blocks(scheduler.running) if loans else None,
+        borrowed_blocks=loans.spill.borrowed_blocks(scheduler.running) if loans and loans.spill else None,
         sparsity_errors=references.errors if references else None,
     )

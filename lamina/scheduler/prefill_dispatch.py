@@ -398,7 +398,7 @@ class PrefillDispatcher(Feature):
             self.slo_admission.on_prefix_fetched(sequence, lent.tokens, step.fetch_s, ahead_s, loading_s)
         sequence.set_transfer(unstored_chunks=sequence.transfer.unstored_chunks - 1)
         ends = not sequence.transfer.unstored_chunks and sequence not in load.prompts
-        if step.sampled_sequences or (ends and sequence.evicts_kv):
+        if step.sampled_sequences or (ends and sequence.kept.drops_blocks):
             part = 1.0 if load.is_waiting_for_prefix else self.slo_admission.stage_share(sequence)
             self.slo_admission.on_prefill_done(sequence, load.chunk_began_s, part)
             if load.prompt_cache:

@@ -61,7 +61,7 @@ class PrefillPlacement(Feature):
             return True
         swapped = any(start.is_swapped for start in candidates.starts)
         fetched = self._prefill.stored_block > 0 or not candidates.starts
-        return bool(candidates.sequence.discarded_ranges) and fetched and not swapped
+        return bool(candidates.sequence.turn.discarded_ranges) and fetched and not swapped
 
     def _stored_starts(self, candidates: Candidates) -> Iterator[KvStart]:
         """Yield the starts in whole blocks, which its prefill worker can fetch from memory workers."""

@@ -77,7 +77,7 @@ class RecurrentStates(Feature):
 
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
         """Forget where a preempted sequence was to take snapshots, as its others have begun anew."""
-        sequence.snapshot_lengths = []
+        sequence.step_ends = []
 
     def roll_back(self, loss: Loss) -> None:
         """Forget all: each sequence has one version left, at which it continues. One whose last token is computed, and

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lamina.kv.sparsity import BlockScores
 from lamina.protocol.control import SampledToken
 from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.request import CompletionOutput, SamplingParams
 
-from .sessions.session_table import SessionState
-from .sessions.token_ranges import TokenRanges
-
-FULL_ATTENTION_SALT = b" dense"  # added to the salt of sequences that attend all KV on a sparse engine
+from .sessions.session_table import SessionTurn
+from .sparsity.kept_kv import KeptKv
 
 
 class KvTransfer(NamedTuple):
@@ -76,21 +73,13 @@ class Sequence:
     # The one whose batch it shares. A follower belongs to no request, holds up no other one, and is preempted first.
     follows: Sequence | None = None
     retention_s: float = 0.0  # after its end, seconds for which other pages are evicted first
-    discarded_ranges: TokenRanges = ()  # tokens dropped from a longer prompt; it then shares KV only with its session
-    original_prompt: list[int] = field(default_factory=list)  # that longer prompt
-    session: SessionState | None = None  # the session of which it is a turn
+    turn: SessionTurn = field(default_factory=SessionTurn)
     id: int = -1  # set by the scheduler on admission, as is the next field
     location: KvLocation = FIRST_LOCATION  # where its KV lies on the memory workers
     num_computed_tokens: int = 0  # positions whose KV is stored or in flight
     num_cached_tokens: int = 0  # those of them whose KV was stored when it was admitted
-    evicts_kv: bool = False  # it drops KV in most layers, so no other sequence may reuse it
-    # Last rows before it drops blocks, which compute workers run. ``prefill_unit``: prompts are cut at its multiples.
-    num_scored_rows: int = 0
-    prefill_unit: int = 1
-    full_attention: bool = False  # it attends all of its KV, on a sparse engine
-    kv_budget: int = 0  # tokens that it keeps or attends; 0: the engine's default
-    block_scores: BlockScores | None = None  # set for a sparse one that has had rows
-    snapshot_lengths: list[int] = field(default_factory=list)  # where its steps end, to take snapshots of its states
+    kept: KeptKv = field(default_factory=KeptKv)
+    step_ends: list[int] = field(default_factory=list)  # lengths at which a step must end
     transfer: KvTransfer = NO_TRANSFER  # set by ``set_transfer``
     num_output_placeholders: int = 0  # tokens being sampled by steps in flight
     # Tokens sampled during a load of its KV. They are dropped if the load fails, since their rows attended it.
@@ -123,27 +112,10 @@ class Sequence:
         return len(self.tokens) - len(self.prompt)
 
     @property
-    def session_to_retain(self) -> SessionState | None:
-        """Its session, if it is a turn that has ended by itself."""
-        ended = self.output.finish_reason in ("stop", "length")
-        return self.session if ended and not self.do_not_cache else None
-
-    @property
     def num_prefill_tokens(self) -> int:
-        """The number of first tokens that a prefill worker may compute: memory workers score the rows before it drops
-        blocks, and rows after that lack these blocks.
-        """
-        if not self.evicts_kv:
-            return self.num_tokens_with_placeholders
-        scores, known = self.block_scores, len(self.tokens)
-        stop = known if scores is None else min(known, scores.next_drop_length)
-        return max(0, stop - self.num_scored_rows) // self.prefill_unit * self.prefill_unit
-
-    @property
-    def has_dropped_blocks(self) -> bool:
-        """True if it lacks KV of its first tokens, or will with the next plan."""
-        known = self.block_scores
-        return known is not None and len(known.past_drops) > len(known.drops_to_repeat)
+        """The number of first tokens that a side worker may compute."""
+        kept = self.kept
+        return kept.num_prefill_tokens(len(self.tokens)) if kept.drops_blocks else self.num_tokens_with_placeholders
 
     @property
     def num_tokens_with_placeholders(self) -> int:
@@ -170,20 +142,21 @@ class Sequence:
         return self.num_computed_tokens > 0 and self.num_tokens_with_placeholders - self.num_computed_tokens <= 1
 
     def num_schedulable_tokens(self, picked: Mapping[Sequence, int]) -> int:
-        """The number of tokens that may have rows now, up to where it drops blocks or a snapshot is taken.
+        """The number of tokens that may have rows now, up to where it drops blocks or a step must end.
 
         ``picked``: rows of earlier sequences in the same step.
         """
         upto = self.num_tokens_with_placeholders
-        if self.block_scores is not None and self.block_scores.next_drop_length > self.num_computed_tokens:
-            upto = min(upto, self.block_scores.next_drop_length)
-        upto = min(upto, next((n for n in self.snapshot_lengths if n > self.num_computed_tokens), upto))
+        scores = self.kept.scores
+        if scores is not None and scores.next_drop_length > self.num_computed_tokens:
+            upto = min(upto, scores.next_drop_length)
+        upto = min(upto, next((n for n in self.step_ends if n > self.num_computed_tokens), upto))
         return upto - self.num_computed_tokens
 
-    def add_snapshot_length(self, length: int) -> None:
-        """Let a step end after ``length`` tokens, so that a snapshot of its recurrent states is taken there."""
-        if length not in self.snapshot_lengths:
-            self.snapshot_lengths = sorted([*self.snapshot_lengths, length])
+    def add_step_end(self, length: int) -> None:
+        """Let a step end after ``length`` tokens."""
+        if length not in self.step_ends:
+            self.step_ends = sorted([*self.step_ends, length])
 
     def tokens_at(self, first: int, count: int) -> list[int]:
         """The tokens of scheduled rows; -1 for one that the previous step samples."""
@@ -250,7 +223,6 @@ class Sequence:
         kept = min(kept, len(self.tokens) - 1)
         # Other sequences may hold the blocks that it began with.
         whole = not self.transfer.on_side_worker and kept >= self.num_cached_tokens
-        whole = whole and not self.evicts_kv  # dropped KV is needed to recompute the rest
         self.num_computed_tokens = min(self.num_computed_tokens, kept) if whole else 0
         self.num_output_placeholders = self.num_discarded_samples = 0
         self.early_tokens.clear()
@@ -266,5 +238,3 @@ class Sequence:
         self.id, self.awaits_external_token = -1, False
         self.num_computed_tokens = self.num_cached_tokens = self.num_tokens_offloaded = 0
         self.num_tokens_in_penalties, self.transfer = -1, NO_TRANSFER
-        if self.block_scores is not None:
-            self.block_scores.reset()

@@ -383,7 +383,7 @@ class SloAdmission:
 
     def _keys_of(self, sequence: Sequence) -> Several[bytes]:
         """The keys of the pages that prefill workers keep of a prompt."""
-        if not self.keeps_prompts or sequence.discarded_ranges:
+        if not self.keeps_prompts or sequence.turn.discarded_ranges:
             return ()
         return self.known.keys.whole(sequence, min(len(sequence.prompt), sequence.num_prefill_tokens))
 

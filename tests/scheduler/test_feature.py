@@ -78,10 +78,14 @@ WITH: dict[type[Feature], tuple[dict[str, Any], dict[str, Any]]] = {
     SpillAllocator: (
         {"partition": "spill", "memory_workers": 2},
         {
-            "windows": [0, 0], "kv_shards": [KvShards((True, False)), KvShards((False, True))], "stripe_blocks": 2,
-            "single_shard": True, "num_blocks": [[30], [30]], "holders": [[0], [1]],
+            "windows": [0, 0],
+            "kv_shards": [KvShards((True, False)), KvShards((False, True))],
+            "stripe_blocks": 2,
+            "single_shard": True,
+            "num_blocks": [[30], [30]],
+            "holders": [[0], [1]],
         },
-    ),  # fmt: skip
+    ),
     KvMigration: ({"partition": "spill", "memory_workers": 2}, {}),
     StepTimer: ({}, {}),
     Tuner: ({"plan": "auto"}, {}),

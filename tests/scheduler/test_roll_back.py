@@ -330,13 +330,13 @@ def test_a_leaf_whose_shift_may_not_have_been_done_is_computed_anew(done: bool) 
     features = [prefixes, SessionCache(prefixes, tables, None)]
     scheduler = Scheduler(tables, max_num_seqs=9, prefill_chunk=99, features=features)
     before, turn = make(0, 20, 1), make(1, 14, 5)
-    before.session = turn.session = prefixes.sessions.get_or_create(SessionName(b"", "mine"))
+    before.turn.session = turn.turn.session = prefixes.sessions.get_or_create(SessionName(b"", "mine"))
     add(scheduler, before)
     for _ in range(3):
         serve(scheduler, scheduler.schedule())
     assert prefixes.num_retained == 1
     turn.prompt[:] = turn.tokens[:] = [*before.tokens[:BLOCK], *before.tokens[3 * BLOCK : 5 * BLOCK], 7, 8]
-    turn.discarded_ranges = ((BLOCK, 3 * BLOCK),)
+    turn.turn.discarded_ranges = ((BLOCK, 3 * BLOCK),)
     add(scheduler, turn)
     (step,) = scheduler.schedule()
     assert step.plan.ops == [ContextShift(before.id, BLOCK, 2 * BLOCK)]

@@ -83,6 +83,7 @@ class KvAllocator:
         """
         if self.cordoned and not (start is not None and start.is_swapped):
             left = [0 if group in self.cordoned else n for group, n in enumerate(left)]
+        begun: KvLocation | None
         if start is not None and start.source is not None:
             (begun,) = start.locations
         else:

@@ -66,7 +66,7 @@ class HybridPrefixCache(PrefixCache):
             coming = next((s for s in held if not s.finished and s.num_computed_tokens < length), None)
             if length > len(sequence.prompt) and (self._prompts_only or coming is None):
                 break  # it was preempted: its answer's tokens are in no index, and their states may differ
-            (sequence if coming is None else coming).add_snapshot_length(length)
+            (sequence if coming is None else coming).add_step_end(length)
             if coming is not None:
                 candidates.verdict = Verdict.STEPS_ASIDE if coming.transfer.lacks_kv else Verdict.HOLDS_UP
                 return
@@ -92,7 +92,7 @@ class HybridPrefixCache(PrefixCache):
 
     def on_scheduled(self, sequence: Sequence, length: int) -> None:
         """Record a snapshot if one is to be taken after ``length`` tokens, where the next step of a sequence ends."""
-        due = length == len(sequence.prompt) or length in sequence.snapshot_lengths
+        due = length == len(sequence.prompt) or length in sequence.step_ends
         if due and sequence.id in self._held and self._can_keep(length):
             self.prefix_index.add_snapshot(self._place, sequence.id, length, self._page)
 

@@ -25,7 +25,7 @@ from lamina.scheduler.sequence import Sequence
 
 from .allocator import KvAllocator, subtract
 from .prefix_cache import PrefixCache
-from .spill_placement import SpillAllocator, SpillPlacement
+from .spill_placement import SpillAllocator
 
 MAX_STRIPES_PER_COPY = 8
 MAX_RETAINED_CHECKED = 8  # retained sequences that are tried for eviction
@@ -53,10 +53,6 @@ class KvMigration(Feature):
         self._stored, self._failed = 0, False  # ranks that have completed the copy, and if one failed
         self.unsure: dict[int, int] = {}  # sequence -> the step from which all workers know its place
         self._fails = not self._ranks  # no more copies in this epoch
-
-    @property
-    def _spill(self) -> SpillPlacement | None:
-        return self._loans.spill if self._loans else None
 
     @property
     def in_flight(self) -> bool:
@@ -109,7 +105,7 @@ class KvMigration(Feature):
         """Add ops that begin or end a copy to the next plans."""
         batches = scheduling.batches
         self.unsure = {s: at for s, at in self.unsure.items() if any(self._accounting.count_blocks([s]))}
-        idle = not self.closing_shards and (bool(scheduling.waiting) or self._spill is None)
+        idle = not self.closing_shards and (bool(scheduling.waiting) or self._loans is None)
         if self._copy is None and (self._fails or idle):
             return
         running = {s.id: (s, batch) for batch in batches for s in batch.running if not s.finished}
@@ -203,8 +199,9 @@ class KvMigration(Feature):
 
     def _next_copy(self, running: list[Sequence], blocks: list[int]) -> tuple[Sequence, StripeRun] | None:
         """The next stripes to copy into ``blocks``: the last ones of a run that fit at home. Shared stripes stay."""
-        assert self._spill is not None
-        room = self._spill.free_stripes(blocks)
+        assert self._loans is not None
+        assert self._loans.spill is not None  # for there are stripes on loan
+        room = self._loans.spill.free_stripes(blocks)
         for sequence in (s for s in running if s.location.moved_runs and self._can_move(s)):
             home = sequence.location.kv_shard
             spare = room.get(home, 0) - sum(s.location.kv_shard == home for s in running)

@@ -174,7 +174,7 @@ class OffloadIndex(Feature):
 
         Pages that were computed after a truncation are never saved.
         """
-        beyond, tokens = -1, len(sequence.original_prompt)
+        beyond, tokens = -1, len(sequence.turn.original_prompt)
         if self._found is None or self._found[:3] != (sequence, beyond, tokens):
             self._found = sequence, beyond, tokens, self._find_moved(sequence)
         return self._found[3]
@@ -182,13 +182,13 @@ class OffloadIndex(Feature):
     def _find_moved(self, sequence: Sequence) -> KvStart | None:
         stop, page = len(sequence.tokens) - 1, self.page_size
         stop = min(stop, self._most) if self._most else stop
-        numbers = range(len(sequence.original_prompt) // page)
-        left = [n for n in numbers if not count_tokens(sequence.discarded_ranges, (n + 1) * page, n * page)][
+        numbers = range(len(sequence.turn.original_prompt) // page)
+        left = [n for n in numbers if not count_tokens(sequence.turn.discarded_ranges, (n + 1) * page, n * page)][
             : stop // page
         ]
         if not left or not self.has_pages:
             return None
-        every = self.keys.whole(KeyedTokens(sequence.salt, sequence.original_prompt), (left[-1] + 1) * page)
+        every = self.keys.whole(KeyedTokens(sequence.salt, sequence.turn.original_prompt), (left[-1] + 1) * page)
         keys = [every[n] for n in left]
         pages = {place: self._num_moved(keys, left, place) for place in self.locations()}
         most = max(pages.values()) * page // self.whole_page_tokens * self.whole_page_tokens // page
@@ -287,7 +287,7 @@ class OffloadIndex(Feature):
         for sequence in running:
             if self.states.are_needed and self._may_fill(sequence) and self.states.has_new_snapshots(sequence):
                 ops += self.save_states_ops(sequence)
-            stop = len(sequence.prompt if sequence.evicts_kv else sequence.tokens)
+            stop = len(sequence.prompt if sequence.kept.drops_blocks else sequence.tokens)
             length = min(sequence.num_computed_tokens, stop) // self.page_size * self.page_size
             if length > sequence.num_tokens_offloaded and self._may_fill(sequence):
                 sequence.num_tokens_offloaded = length
@@ -299,8 +299,8 @@ class OffloadIndex(Feature):
         self.states.forget(leaving.sequence.id)
 
     def _may_fill(self, sequence: Sequence) -> bool:
-        alone = sequence.discarded_ranges or sequence.do_not_cache  # no other sequence may find its KV
-        lacks_kv = sequence.has_dropped_blocks or sequence.transfer.lacks_kv
+        alone = sequence.turn.discarded_ranges or sequence.do_not_cache  # no other sequence may find its KV
+        lacks_kv = sequence.kept.lacks_blocks or sequence.transfer.lacks_kv
         return not (self._most or alone or lacks_kv or sequence.finished)
 
     def save_ops(self, sequence: Sequence, length: int) -> list[SaveKv]:
@@ -469,7 +469,7 @@ class OffloadIndex(Feature):
         """Return what a sequence will load. Preempted ones come back soon, and truncated ones begin with their
         session's KV alone.
         """
-        if sequence.discarded_ranges or sequence.num_preemptions:
+        if sequence.turn.discarded_ranges or sequence.num_preemptions:
             return None
         return self.find_loadable(sequence, self._cached_tokens_of(sequence))
 
@@ -551,7 +551,7 @@ class OffloadIndex(Feature):
         need the states of all layers.
         """
         sequence = candidates.sequence
-        if load.state_keys or sequence.evicts_kv or sequence.params.prompt_logprobs is not None:
+        if load.state_keys or sequence.kept.drops_blocks or sequence.params.prompt_logprobs is not None:
             return 0.0
         if candidates.rows.on_prefill_worker:
             return candidates.rows.first_chunk_s

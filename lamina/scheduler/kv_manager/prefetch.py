@@ -68,7 +68,7 @@ class PrefetchHints:
     def _ops_of(self, sequence: Sequence, load: KvStart | None) -> list[PrefetchHint]:
         if load is None:
             return []
-        session = sequence.session
+        session = sequence.turn.session
         place = session.location if session is not None and session.location in load.locations else load.locations[0]
         keys = [*load.keys, *load.state_keys]
         return [

@@ -95,7 +95,7 @@ class PrefixCache(Feature):
 
     def _held_pages(self, sequence: Sequence) -> list[bytes]:
         """Return the keys of the whole pages that a waiting sequence may begin with."""
-        if not self._page or sequence.discarded_ranges or sequence.params.prompt_logprobs is not None:
+        if not self._page or sequence.turn.discarded_ranges or sequence.params.prompt_logprobs is not None:
             return []
         keys = self.keys.whole(sequence, len(sequence.tokens) - 1)
         return keys[: self.prefix_index.match([self._place], keys)[0]]
@@ -109,8 +109,8 @@ class PrefixCache(Feature):
         """The number of tokens that other completions of the request can share with this one."""
         if (
             not self._page
-            or sequence.discarded_ranges
-            or sequence.evicts_kv
+            or sequence.turn.discarded_ranges
+            or sequence.kept.drops_blocks
             or sequence.params.prompt_logprobs is not None
         ):
             return 0
@@ -147,7 +147,7 @@ class PrefixCache(Feature):
 
     def begin_round(self, scheduling: Scheduling) -> None:
         """Let the sessions of waiting turns be evicted last."""
-        self._pinned = [s.session for s in scheduling.waiting if s.session is not None and not s.finished]
+        self._pinned = [s.turn.session for s in scheduling.waiting if s.turn.session is not None and not s.finished]
 
     def may_start(self, sequence: Sequence) -> bool:
         """True if there may be a hit, now or after evictions."""
@@ -171,7 +171,7 @@ class PrefixCache(Feature):
         sequence = candidates.sequence
         self.num_queried_tokens += sequence.num_tokens_with_placeholders
         if self._page:
-            alone = sequence.discarded_ranges or sequence.evicts_kv
+            alone = sequence.turn.discarded_ranges or sequence.kept.drops_blocks
             self._hold(sequence, 0 if alone else len(sequence.prompt))
         if start is not None and start.source is not None:
             self.num_hit_tokens += start.length
@@ -196,9 +196,9 @@ class PrefixCache(Feature):
         pages after the last one are of no use.
         """
         self.forget_sequence(sequence)
-        if sequence.evicts_kv:
+        if sequence.kept.drops_blocks:
             return [Free(sequence.id)]
-        if sequence.discarded_ranges:
+        if sequence.turn.discarded_ranges:
             return self._end_detached(sequence)
         limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
         length, keys = self._chain(sequence, min(sequence.num_computed_tokens, *(snapshots[-1:] or [limit])))
@@ -206,7 +206,7 @@ class PrefixCache(Feature):
             return [Free(sequence.id)]
         until = self._clock() + sequence.retention_s if sequence.retention_s else 0.0
         held_keys = keys[: self.prefix_index.match([self._place], keys)[0]]
-        session = sequence.session_to_retain
+        session = self.session_to_retain(sequence)
         if session is None and self._is_retained(sequence, length, keys, held_keys, snapshots):
             for number in self.prefix_index.sequences(self._place, held_keys[-1]) if until else ():
                 if (held := self._held[number]).until is not None:
@@ -237,21 +237,24 @@ class PrefixCache(Feature):
         others = self.prefix_index.sequences(self._place, held_keys[-1]) if snapshots else ()
         return not snapshots or any(self._held[n].snapshots.keys() >= {*snapshots} for n in others)
 
+    def session_to_retain(self, sequence: Sequence) -> SessionState | None:
+        """Return the session of a sequence, if it is a turn that has ended by itself."""
+        ended = sequence.output.finish_reason in ("stop", "length")
+        return sequence.turn.session if ended and not sequence.do_not_cache else None
+
     def _end_detached(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain it for its session alone, since its K and V attended tokens that were dropped from its context."""
-        session, length = (
-            sequence.session_to_retain,
-            sequence.num_computed_tokens // self._page * self._page if self._page else 0,
-        )
+        session = self.session_to_retain(sequence)
+        length = sequence.num_computed_tokens // self._page * self._page if self._page else 0
         if session is None or not length:
             return [Free(sequence.id)]
         freed = [] if session.retained_sequence is None else [self.evict(session.retained_sequence)]
-        self.sessions.on_turn_ended(session, self._hold(sequence, 0, 0.0), length, sequence.discarded_ranges)
+        self.sessions.on_turn_ended(session, self._hold(sequence, 0, 0.0), length, sequence.turn.discarded_ranges)
         return [Truncate(sequence.id, length), *freed]
 
     def match_session(self, sequence: Sequence) -> KvStart | None:
         """The longest prefix that a turn shares with its session's retained sequence, at the same positions."""
-        session = sequence.session
+        session = sequence.turn.session
         if session is None or session.leaf is None or not self._page:
             return None
         leaf = session.leaf.sequence

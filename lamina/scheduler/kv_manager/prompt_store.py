@@ -82,7 +82,7 @@ class PromptCache:
         return 0 if any(self._accounting.windows) else self._match(sequence, most, self._under_way).length
 
     def _prompt_keys(self, sequence: Sequence) -> list[bytes]:
-        if sequence.discarded_ranges:
+        if sequence.turn.discarded_ranges:
             return []  # others with these tokens have other KV
         return self._keys.whole(sequence, min(len(sequence.prompt), sequence.num_prefill_tokens))
 
@@ -172,7 +172,7 @@ class PromptCache:
     def _match(self, sequence: Sequence, most: int, but: Container[int] = ()) -> _CachedPrompt:
         """The longest match in whole pages, except ``but``. It never has the last token, whose logits are needed."""
         most, page = min(most, sequence.num_tokens_with_placeholders - 1, len(sequence.prompt)), self._keys.page_size
-        keys = [] if sequence.discarded_ranges else self._keys.whole(sequence, most)
+        keys = [] if sequence.turn.discarded_ranges else self._keys.whole(sequence, most)
         for count in range(self._index.match([self._place], keys)[0], 0, -1):
             for number in self._index.sequences(self._place, keys[count - 1]):
                 keep = SurvivingKv(number, count * page, FIRST_LOCATION)

@@ -54,15 +54,15 @@ class SessionCache(Feature):
 
         In the next round the turn can begin, or another range is dropped. No other op of this round may use that KV.
         """
-        session = sequence.session
+        session = sequence.turn.session
         if (
             session is None
             or session.retained_sequence is None
-            or session.discarded_ranges == sequence.discarded_ranges
+            or session.discarded_ranges == sequence.turn.discarded_ranges
         ):
             return None
-        gone, more = session.discarded_ranges, first_missing(session.discarded_ranges, sequence.discarded_ranges)
-        if more is None or first_missing(sequence.discarded_ranges, gone):  # it has lost tokens that the turn has
+        gone, more = session.discarded_ranges, first_missing(session.discarded_ranges, sequence.turn.discarded_ranges)
+        if more is None or first_missing(sequence.turn.discarded_ranges, gone):  # it has lost tokens that the turn has
             return None
         op = ContextShift(session.retained_sequence, more[0] - count_tokens(gone, more[0]), more[1] - more[0])
         if op.first + op.count >= session.length or not self._accounting.can_shift(op):
@@ -75,7 +75,7 @@ class SessionCache(Feature):
 
     def may_start(self, sequence: Sequence) -> bool:
         """True for a truncated turn."""
-        return bool(sequence.discarded_ranges)
+        return bool(sequence.turn.discarded_ranges)
 
     def find_starts(self, candidates: Candidates) -> None:
         """Let a truncated turn begin only with its session's retained sequence, or with the session's saved pages.
@@ -83,9 +83,9 @@ class SessionCache(Feature):
         The retained sequence may have to be shifted first, in a round in which no other op uses it.
         """
         sequence = candidates.sequence
-        if candidates.is_settled or not sequence.discarded_ranges:
+        if candidates.is_settled or not sequence.turn.discarded_ranges:
             return
-        candidates.is_settled, session = True, sequence.session
+        candidates.is_settled, session = True, sequence.turn.session
         if session is None:
             return
         batches, leaf = candidates.batches, session.retained_sequence
@@ -96,7 +96,7 @@ class SessionCache(Feature):
             batches[0].ops.append(shift)
             candidates.verdict = Verdict.STEPS_ASIDE
             return
-        alike = session.discarded_ranges == sequence.discarded_ranges
+        alike = session.discarded_ranges == sequence.turn.discarded_ranges
         hit = self._prefix_cache.match_session(sequence) if alike else None
         load = self._offload_index.find_shifted(sequence) if self._offload_index and hit is None else None
         candidates.starts += [start for start in (load, hit) if start is not None]
@@ -104,10 +104,10 @@ class SessionCache(Feature):
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
         """Record which tier had the KV of a turn that begins."""
         sequence = candidates.sequence
-        if sequence.session is not None and not sequence.num_preemptions:
+        if sequence.turn.session is not None and not sequence.num_preemptions:
             medium = self._offload_index.backend if self._offload_index else NOWHERE
             tier = NOWHERE if start is None else medium if start.source is None else POOL
-            self._sessions.on_turn_began(sequence.session, tier)
+            self._sessions.on_turn_began(sequence.turn.session, tier)
         return ()
 
     def on_leave(self, leaving: Leaving) -> None:
@@ -123,13 +123,13 @@ class SessionCache(Feature):
         if sequence.output.went_wrong and not sequence.do_not_cache:
             keys = index.keys_of(sequence, sequence.num_tokens_offloaded)
             return [*index.delete_ops(sequence.id, [*keys, *index.states.keys_along(sequence)])]
-        if sequence.discarded_ranges or sequence.evicts_kv or sequence.do_not_cache:
+        if sequence.turn.discarded_ranges or sequence.kept.drops_blocks or sequence.do_not_cache:
             return []
         if not isinstance(op, Truncate):  # others have all of it, or the op frees others
             length = min(sequence.num_computed_tokens, len(sequence.tokens))
             own = isinstance(op, Free) and op.sequence == sequence.id
             return [*index.retention_ops(sequence, length)] if own else []
-        if (session := sequence.session_to_retain) is not None:
+        if (session := self._prefix_cache.session_to_retain(sequence)) is not None:
             keys = index.keys_of(sequence, op.length, parts=True)
             still = set(keys)
             session.stale_page_keys |= {key: None for key in session.keys if key not in still}
@@ -184,7 +184,7 @@ class SessionCache(Feature):
         session = self._sessions.drop(name)
         if session is None:
             return None
-        turns = [sequence for sequence in running if sequence.session is session]
+        turns = [sequence for sequence in running if sequence.turn.session is session]
         for sequence in turns:
             sequence.do_not_cache = True
         leaf, ops = session.retained_sequence, list[SequenceOp]()

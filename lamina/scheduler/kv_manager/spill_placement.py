@@ -145,10 +145,6 @@ class SpillAllocator(KvAllocator, Feature):
         several = self._accounting.placement.single_shard
         self.spill = SpillPlacement(self._accounting, self._homes) if several else None
 
-    def borrowed_blocks(self, running: Iterable[Sequence]) -> list[int] | None:
-        """KV blocks of ``running`` sequences, by the layer group that lends them; None if none can."""
-        return self.spill.borrowed_blocks(running) if self.spill else None
-
     def may_start(self, sequence: Sequence) -> bool:
         """True if a sequence may borrow what its home has not."""
         return self.spill is not None

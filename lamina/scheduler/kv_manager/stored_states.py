@@ -138,8 +138,8 @@ class StoredStates:
         less than a page before that, or takes a later one. ``load``: what it can load.
         """
         sequence, known = candidates.sequence, max(candidates.num_stored_tokens, load.length if load else 0)
-        if length >= known + self._keys.page_size and all(taken < length for taken in sequence.snapshot_lengths):
-            sequence.add_snapshot_length(length)
+        if length >= known + self._keys.page_size and all(taken < length for taken in sequence.step_ends):
+            sequence.add_step_end(length)
 
     def _can_be_stored(self, length: int) -> bool:
         return length >= self._keys.page_size and length % self._unit == 0

@@ -78,7 +78,7 @@ class SwapPolicy(Feature):
     def on_leave(self, leaving: Leaving) -> None:
         """Save a preempted sequence that has computed KV of its own. Delete the saved KV of one that has ended."""
         sequence = leaving.sequence
-        goes_on = leaving.is_preempted and not sequence.evicts_kv and not sequence.finished
+        goes_on = leaving.is_preempted and not sequence.kept.drops_blocks and not sequence.finished
         if goes_on and sequence.num_computed_tokens > sequence.num_cached_tokens:
             leaving.own += self.save_ops(sequence)
         elif leaving.op is None:

@@ -78,6 +78,17 @@ class SessionState:
             self.tier = ""
 
 
+@dataclass(eq=False)
+class SessionTurn:
+    """The facts of a sequence that sessions need. ``session``: that of which it is a turn. ``discarded_ranges``: tokens
+    dropped from a longer prompt, ``original_prompt``; it then shares KV only with its session.
+    """
+
+    session: SessionState | None = None
+    discarded_ranges: TokenRanges = ()
+    original_prompt: list[int] = field(default_factory=list)
+
+
 class SessionCopy(msgspec.Struct, frozen=True, kw_only=True):
     """A session for export to another engine, which finds the KV by its tokens.
 

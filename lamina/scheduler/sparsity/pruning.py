@@ -54,12 +54,12 @@ class BlockPruner(Feature):
         """Return the ops of a plan with the next rows of ``picked``, so many each."""
         ops = list[ScoreBlocks]()
         for sequence, count in picked.items():
-            if not sequence.evicts_kv:
+            if not sequence.kept.drops_blocks:
                 continue
             first, stop = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-            known = sequence.block_scores
+            known = sequence.kept.scores
             if known is None or known.next_drop_length <= first:  # it begins with KV of others, which has all blocks
-                known = sequence.block_scores = self._begin(sequence)
+                known = sequence.kept.scores = self._begin(sequence)
             if known.drops_to_repeat:
                 if stop == known.next_drop_length:
                     self._drop(sequence, known.drops_to_repeat.pop(0).blocks)
@@ -78,7 +78,7 @@ class BlockPruner(Feature):
         if not isinstance(report, BlockScoresReport):
             return
         sequence = self._requested.get(report.sequence)
-        if sequence is None or (known := sequence.block_scores) is None or sequence.id != report.sequence:
+        if sequence is None or (known := sequence.kept.scores) is None or sequence.id != report.sequence:
             self._requested.pop(report.sequence, None)
             return
         known.add(report.scores)
@@ -92,10 +92,16 @@ class BlockPruner(Feature):
             sequence.set_transfer(is_scored=False)
             self._drop(sequence, blocks)
 
+    def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
+        """Have a sequence that begins anew drop the same blocks again."""
+        if sequence.kept.scores is not None:
+            sequence.kept.scores.reset()
+
     def roll_back(self, loss: Loss) -> None:
-        """Expect no report, as whatever was dropped is computed again."""
+        """Expect no report. All KV of sequences that drop blocks is computed again, since the rest needs it."""
         self._requested.clear()
         self.due.clear()
+        loss.distrusted.update(s.id for s in loss.sequences if s.kept.drops_blocks)
 
     def _begin(self, sequence: Sequence) -> BlockScores:
         """Return the scores of a sequence that has its first rows: all its known tokens count as its prompt."""
@@ -105,7 +111,7 @@ class BlockPruner(Feature):
         return BlockScores(most + SCORE_TOKENS, OBSERVED_DECODE_ROWS)
 
     def _budget_of(self, sequence: Sequence) -> KvBudget:
-        return self._budget._replace(tokens=sequence.kv_budget or self._budget.tokens)
+        return self._budget._replace(tokens=sequence.kept.budget or self._budget.tokens)
 
     def _drop(self, sequence: Sequence, blocks: list[int]) -> None:
         if blocks:

@@ -20,9 +20,10 @@ from lamina.request import CompletionOutput
 from lamina.scheduler.batch import requeue
 from lamina.scheduler.feature import Feature, Loss, Scheduling
 from lamina.scheduler.scheduler_output import Round, ScheduledStep
-from lamina.scheduler.sequence import FULL_ATTENTION_SALT, Sequence
+from lamina.scheduler.sequence import Sequence
 
 from .error_budget import CompletionErrors, ErrorMonitor
+from .kept_kv import FULL_ATTENTION_SALT
 
 NUM_BUDGETS = 3  # budgets, each twice the one below it; the step after them is all KV
 
@@ -110,7 +111,7 @@ class ReferenceDecoder(Feature):
         if not self.budget_tokens:
             self._keep_all(sequence)
             return None
-        sequence.kv_budget = self.budget_tokens
+        sequence.kept.budget = self.budget_tokens
         self._credit += self._budget.shadow
         if self._credit < 1.0 or sequence.external_sampling:
             return None
@@ -150,7 +151,7 @@ class ReferenceDecoder(Feature):
                 if sequence.num_output_tokens:
                     self._rebuild(sequence)
                 elif self.budget_tokens:
-                    sequence.kv_budget, sequence.block_scores = self.budget_tokens, None
+                    sequence.kept.budget, sequence.kept.scores = self.budget_tokens, None
                 else:
                     self._keep_all(sequence)
             for batch in batches:
@@ -165,10 +166,10 @@ class ReferenceDecoder(Feature):
         _end_shadows(loss.sequences)
 
     def _is_approximate(self, sequence: Sequence) -> bool:
-        return sequence.evicts_kv or (self._options.selects_blocks and not sequence.full_attention)
+        return sequence.kept.drops_blocks or (self._options.selects_blocks and not sequence.kept.full_attention)
 
     def _is_stale(self, sequence: Sequence) -> bool:
-        return self._is_approximate(sequence) and not sequence.finished and sequence.kv_budget != self.budget_tokens
+        return self._is_approximate(sequence) and not sequence.finished and sequence.kept.budget != self.budget_tokens
 
     def _rebuild(self, sequence: Sequence) -> None:
         self._keep_all(sequence)
@@ -176,9 +177,10 @@ class ReferenceDecoder(Feature):
         self.num_rebuilt += 1
 
     def _keep_all(self, sequence: Sequence) -> None:
-        sequence.evicts_kv, sequence.kv_budget, sequence.block_scores = False, 0, None
-        if self._options.selects_blocks and not sequence.full_attention:
-            sequence.full_attention, sequence.salt = True, sequence.salt + FULL_ATTENTION_SALT
+        kept = sequence.kept
+        kept.drops_blocks, kept.budget, kept.scores = False, 0, None
+        if self._options.selects_blocks and not kept.full_attention:
+            kept.full_attention, sequence.salt = True, sequence.salt + FULL_ATTENTION_SALT
             sequence.forget_page_keys()
 
 

@@ -15,6 +15,6 @@ class BlockSelection(Feature):
         Prompt tokens attend all blocks. One may be alone in a step: the last one if the KV of all others is cached.
         """
         for sequence, count in draft.picked.items():
-            is_dense = sequence.full_attention or sequence.num_computed_tokens < len(sequence.prompt)
-            if count == 1 and (is_dense or sequence.kv_budget):
-                draft.batch.ops.append(SelectBlocks(sequence.id, 0 if is_dense else sequence.kv_budget))
+            is_dense = sequence.kept.full_attention or sequence.num_computed_tokens < len(sequence.prompt)
+            if count == 1 and (is_dense or sequence.kept.budget):
+                draft.batch.ops.append(SelectBlocks(sequence.id, 0 if is_dense else sequence.kept.budget))

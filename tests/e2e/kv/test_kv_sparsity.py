@@ -180,7 +180,7 @@ def test_what_is_kept_is_not_frozen_on_the_prompt() -> None:
             for _ in stream:
                 for one in llm.engine.scheduler.batches[0].running:
                     blocks = range(1, -(-len(one.tokens) // 16))
-                    kept = sorted(set(blocks) - set(one.block_scores.dropped_blocks)) if one.block_scores else kept
+                    kept = sorted(set(blocks) - set(one.kept.scores.dropped_blocks)) if one.kept.scores else kept
     assert len(kept) < 30, "it has lost some"
     assert sum(number * 16 >= 520 for number in kept) > 0.3 * len(kept), kept
 

@@ -160,17 +160,17 @@ def test_a_turn_that_has_lost_tokens_is_loaded_from_the_pages_of_its_whole_conve
     """
     house, name = TierHouse(60), SessionName(b"me", "a")
     first = make(1, 20, 4)
-    first.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
+    first.turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
     house.scheduler.add(first)
     house.serve([first])
     house.scheduler.evict_retained()
     house.round()
     for turns, lost, cached in ((True, ((4, 12),), 12), (True, ((0, 4), (8, 12)), 12), (False, ((4, 12),), 0)):
         turn, given = make(2, 0, 3), [*first.tokens, 7, 8]
-        turn.original_prompt, turn.discarded_ranges = given, lost
+        turn.turn.original_prompt, turn.turn.discarded_ranges = given, lost
         turn.prompt[:] = turn.tokens[:] = remove_ranges(given, lost)
         turn.max_len = len(turn.tokens) + 3
-        turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name) if turns else None
+        turn.turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name) if turns else None
         before = len(ops_of(house, LoadKv))
         house.scheduler.add(turn)
         house.serve([turn])
@@ -191,7 +191,7 @@ def test_a_session_that_is_deleted_in_its_turn_leaves_nothing(*, alone: bool) ->
         house.scheduler.add(other)
         house.serve([other])
     shared = dict(house.medium)
-    sequence.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
+    sequence.turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
     house.scheduler.add(sequence)
     while len(house.tier.stored_keys) < 4:
         house.round()
@@ -210,7 +210,7 @@ def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, s
     """
     house, name = TierHouse(40), SessionName(b"me", "a")
     turn, other = make(1, 9, 3), make(1, 9, 3)
-    turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
+    turn.turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
     house.scheduler.add(turn)
     house.serve([turn])
     before = dict(house.medium)
@@ -236,7 +236,7 @@ def test_a_session_that_is_deleted_before_a_loss_leaves_nothing(*, told: bool, s
 def test_of_a_session_that_is_deleted_another_one_keeps_the_page_that_is_not_whole() -> None:
     house, name = TierHouse(40), SessionName(b"me", "a")
     turn, other = make(1, 9, 3), make(1, 9, 3)
-    turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
+    turn.turn.session = house.scheduler.features[PrefixCache].sessions.get_or_create(name)
     house.scheduler.add(turn)
     house.serve([turn])
     house.scheduler.evict_retained()

@@ -80,10 +80,10 @@ def test_a_long_queue_is_told_bit_by_bit() -> None:
 def test_where_it_will_most_likely_lie() -> None:
     """A prefetch goes where its session lies, if it can be loaded there."""
     (one,) = waiting(1)
-    one.session = SessionState(SessionName(b"", "a"), location=KvLocation(2))
+    one.turn.session = SessionState(SessionName(b"", "a"), location=KvLocation(2))
     load = KvStart(128, (KvLocation(1), KvLocation(2)), (b"k",))
     assert [op.location for op in PrefetchHints(9).next_ops([one], lambda s: load)] == [KvLocation(2)]
-    one.session.location = KvLocation(7)
+    one.turn.session.location = KvLocation(7)
     assert [op.location for op in PrefetchHints(9).next_ops([one], lambda s: load)] == [KvLocation(1)]
 
 

@@ -391,7 +391,7 @@ def test_what_is_retained_moves_as_far_as_there_is_room_behind_what_runs() -> No
     house = House(40)
     session = house.scheduler.features[PrefixCache].sessions.get_or_create(SessionName(b"", "mine"))
     for number in (1, 2, 3):
-        house.ask(tokens((number, 9)), 4).session = session if number == 3 else None
+        house.ask(tokens((number, 9)), 4).turn.session = session if number == 3 else None
         house.serve()
     running = house.ask(tokens((4, 9)), 4)
     for step in house.scheduler.schedule():

@@ -92,7 +92,7 @@ class House:
         params, limit = SamplingParams(max_tokens=outputs), len(prompt) + outputs
         sequence = Sequence(self.requests, params, 0, prompt, CompletionOutput(0), limit, frozenset())
         if session is not None:
-            sequence.session = self.prefixes.sessions.get_or_create(session)
+            sequence.turn.session = self.prefixes.sessions.get_or_create(session)
         self.requests += 1
         self.scheduler.add(sequence)
         return sequence

@@ -44,8 +44,8 @@ def leaves(
 def spoken(of: tuple[SessionCache, PrefixCache, OffloadIndex]) -> list[int]:
     """A turn of NAME has ended: its tokens, of two pages and one."""
     sequence = make(1, 2 * PAGE + 1, 1)
-    sequence.id, sequence.session, sequence.salt = 1, of[1].sessions.get_or_create(NAME), TENANT
-    of[1].sessions.on_turn_began(sequence.session, "none")
+    sequence.id, sequence.turn.session, sequence.salt = 1, of[1].sessions.get_or_create(NAME), TENANT
+    of[1].sessions.on_turn_began(sequence.turn.session, "none")
     sequence.finish("stop")
     of[0].on_leave(Leaving(sequence, Truncate(1, 2 * PAGE)))
     return sequence.tokens

@@ -5,8 +5,10 @@ end with them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled import make, with_prefill
@@ -136,7 +138,7 @@ def test_over_budget_new_ones_climb_and_those_that_run_begin_anew_with_all() -> 
         assert any(re.match(said, line) for line in run.said) == (rung < NUM_BUDGETS)
         assert [s.num_preemptions for s in sequences] == [rung < NUM_BUDGETS] * 2
         assert all(s.tokens[12:] == list(range(12, 72)) for s in sequences), "behind the tokens that they had"
-        assert all(s.full_attention for s in sequences)
+        assert all(s.kept.full_attention for s in sequences)
         beside = [any(isinstance(s, ReferenceSequence) for s in step.sequences) for step in run.plans]
         assert any(beside[:40]) == (rung < NUM_BUDGETS)
         assert not any(beside[40:]), "who has all needs no shadow"
@@ -152,7 +154,7 @@ def test_a_share_of_sequences_has_a_shadow() -> None:
     count = sum(shadows.on_arrival(make(i, 5, 5)) is not None for i in range(40))
     assert count == 10
     dense = make(0, 5, 5)
-    dense.full_attention = True
+    dense.kept.full_attention = True
     assert all(shadows.on_arrival(dense) is None for _ in range(40)), "nothing is to be measured there"
 
 
@@ -194,3 +196,19 @@ def test_a_shadow_without_room_holds_up_nobody() -> None:
     run.serve(first)
     run.to_the_end()
     assert all(s.finished for s in sequences)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda one: one.set_num_batches(1), lambda one: one.roll_back([], lambda keep: keep.length)]
+)
+def test_shadows_end_where_batches_are_dealt_anew_or_workers_are_lost(change: Callable[[Scheduler], Any]) -> None:
+    scheduler = scheduler_of(400, ReferenceDecoder(SELECT, ErrorBudget(shadow=1.0)), batches=2)
+    run = Run(scheduler, [make(i, 12, 60) for i in range(2)], (False, 0.0))
+    for _ in range(8):
+        run.serve(scheduler.schedule())
+    shadows = [s for s in scheduler.running if isinstance(s, ReferenceSequence)]
+    assert [s.finished for s in shadows] == [False, False]
+    change(scheduler)
+    steps = scheduler.schedule()
+    assert [(s.finished, s.errors.tokens) for s in shadows] == [(True, 0)] * 2, "they count for nothing"
+    assert sorted(s.request_id for step in steps for s in step.sequences) == [0, 1]

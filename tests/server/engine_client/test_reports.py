@@ -18,6 +18,7 @@ from lamina.engine.scheduler_stats import collect_stats
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.kv_manager.spill_placement import SpillAllocator
 from lamina.scheduler.slo_admission import SloCounts
 from lamina.scheduler.sparsity.pruning import BlockPruner
 from lamina.scheduler.sparsity.reference_decode import ErrorState, ReferenceDecoder
@@ -34,7 +35,7 @@ PROMISED = SloCounts(prompts=2, predicted_ttft_s=0.5, actual_ttft_s=0.75, prefil
 def reported(features: dict[type, Any], *, whole: bool) -> dict[str, Any]:
     scheduler: Any = SimpleNamespace(
         num_unfinished=1, num_waiting=2, num_preemptions=3, features={PrefixCache: PREFIXES, **features},
-        available_blocks=(7, 8), borrowed_blocks=[0, 5] if whole else None,
+        available_blocks=(7, 8), running=[],
     )  # fmt: skip
     engine: Any = SimpleNamespace(
         scheduler_stats=collect_stats(scheduler), free_blocks=[7, 8],
@@ -55,6 +56,7 @@ def reported(features: dict[type, Any], *, whole: bool) -> dict[str, Any]:
 def test_every_feature_has_its_values() -> None:
     metrics = reported({
         OffloadIndex: SimpleNamespace(num_queried_tokens=5, num_hit_tokens=2),
+        SpillAllocator: SimpleNamespace(spill=SimpleNamespace(borrowed_blocks=lambda running: [0, 5])),
         KvMigration: SimpleNamespace(num_moved_blocks=14),
         BlockPruner: SimpleNamespace(num_dropped=40),
         ReferenceDecoder: SimpleNamespace(errors=ERRORS),
