@@ -61,7 +61,7 @@ class ServerConfig:
         "", "promised time between two tokens, such as 100ms; a request that would make it longer gets status 429"
     )
     overload: str = option(
-        "predictive",
+        "early",
         f"when the load of decoding counts for them: {', '.join(OVERLOAD_POLICIES)} (docs/prefill.md)",
     )
     prefill_policy: str = option(

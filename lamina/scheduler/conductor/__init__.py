@@ -32,7 +32,7 @@ class ConductorConfig:
 
     policy: str = "auto"
     threshold: float = 1.5
-    overload: str = "predictive"
+    overload: str = "early"
     limits: SloLimits = NO_LIMITS
     check_before_decode: bool = True
 

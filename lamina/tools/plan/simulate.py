@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-law", default="0.02,2e-3,4e-7", metavar="A,B,C", help="seconds of a step: A + B rows + C tokens read")
     add(
         "--overload",
-        default="predictive",
+        default="early",
         help=f"when decoding is looked at, some by comma: {', '.join(OVERLOAD_POLICIES)}",
     )
     add("--slo-ttft", default="", metavar="TIME", help="to the first token at most, else a request is refused: 30s")
