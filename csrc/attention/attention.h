@@ -77,7 +77,7 @@ struct Call {
 inline int64_t padded(int64_t dim) { return (dim + kPad - 1) / kPad * kPad; }
 inline int64_t spread(int64_t qk_dim) { return 4 * padded(qk_dim); }  // numbers of a query's own form at most
 
-// Numbers that a chunk's values of one head take, laid out in 16 bits for matrix instructions.
+// Floats of scratch for one head's values of a chunk, two bf16 in each.
 inline int64_t values_size(const Operator& op) { return kChunk / 2 * padded(op.v_dim); }
 
 // Numbers in a node of `queries` queries: o [queries, padded v_dim], lse [kTile].

@@ -6,8 +6,9 @@
 // compiler's own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
 //
 // Bits: a query gets one fixed chain of operations over its own tokens, whatever other queries are computed with it. A
-// score sums D in one order, weights are summed by absolute position, o takes one token after the other, or two
-// (avx512/pairs.h). Tokens that a query does not see enter with the weight 0, which changes nothing. The sequence's rows
+// score sums D in one order, weights are summed by absolute position, o takes one token after the other, two of them
+// (avx512/pairs.h) or 32 (tiles.h). Tokens that a query does not see enter with the weight 0. That changes nothing where
+// their values are finite. The sequence's rows
 // in the step decide which chain it is (amx_bf16.cpp).
 
 using Bits = std::uint16_t;

@@ -161,6 +161,7 @@ class Run {
   // K and V of one head, all whose queries are one block.
   void attend_head(const Chunk& here, const Chunk& next, int64_t h, const Block& block, const View* views, Node& node,
                    float* totals) {
+    static_assert(Loops::kMost >= kTile && !kScaled);
     const int64_t query = block.query;
     if (block.low >= block.high) {
       for (int64_t i = query; i < query + block.count; ++i) node.lse[i] = kNone, totals[i] = 1;

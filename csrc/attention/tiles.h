@@ -24,14 +24,15 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   ~Tiles() { _tile_release(); }
 
-  // Of up to 16 queries, then of the rest: [dim / 2, queries] pairs of numbers.
+  // Writes pairs of numbers as [dim / 2, queries]: first those of up to 16 queries, then those of the rest.
   static void load(const BFloat16* const* from, int count, int64_t dim, float* to) {
     for (int begin = 0; begin < count; begin += W)
       for (int64_t d = 0; d < dim; d += 2)
         for (int g = begin; g < count && g < begin + W; ++g) __builtin_memcpy(to++, from[g] + d, sizeof *to);
   }
 
-  // Scores at `low .. high` of up to 16 queries, then of the rest, `W * kScores` further: [kChunk, queries].
+  // Writes the scores of tokens `low .. high` as [kChunk, queries]. Those of the queries after the 16th begin `W * kScores`
+  // floats further.
   void score(int count, const float* q, const BFloat16* k, int64_t stride, int low, int high, int64_t dim, float* score,
              Ahead ahead) {
     const Halves halves(count);
@@ -90,6 +91,7 @@ class Tiles {
   void add(int count, const float* weight, const float* values, int begin, int end, int64_t dim, float* o,
            int64_t stride_o) {
     const Halves halves(count);
+    written(weight), written(values);
     set_for({halves.first, halves.second, W, W});
     const auto f = halves.second ? sums<true> : sums<false>;
     const Bits* at = reinterpret_cast<const Bits*>(values);
@@ -106,7 +108,7 @@ class Tiles {
     explicit Halves(int count) : first(count < W ? count : W), second(count - first) {}
   };
 
-  // Of the tokens of a tile, those that are there: `low .. high`.
+  // The tokens `low .. high` of a tile are there.
   struct Range {
     int low, high;
 
@@ -238,6 +240,13 @@ class Tiles {
 
   static V round(V x) { return (V)_mm512_roundscale_ps((__m512)x, _MM_FROUND_NO_EXC); }
 
+  // Scores in powers of two, rounded as the highest one is: no power of a difference from it is above 1.
+  static V scaled(const float* score, float factor) {
+    V x = attention::load(score) * factor;
+    asm("" : "+v"(x));  // or the compiler would round once, after the subtraction
+    return x;
+  }
+
   // Of up to 16 queries, a lane each: scores [kChunk, count].
   static void weigh(const Operator& op, int count, const View* views, int begin, int end, float* score, float* lse,
                     float* totals) {
@@ -259,8 +268,8 @@ class Tiles {
       __m512i r[W];  // pairs of tokens
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) {
-        const V x = power(fma(attention::load(at + 2 * i * count), set(factor), -shift), n);
-        const V y = power(fma(attention::load(at + (2 * i + 1) * count), set(factor), -shift), n);
+        const V x = power(scaled(at + 2 * i * count, factor) - shift, n);
+        const V y = power(scaled(at + (2 * i + 1) * count, factor) - shift, n);
         r[i] = _mm512_permutexvar_epi16(both, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
         total = (V)_mm512_dpbf16_ps((__m512)total, (__m512bh)r[i], ones);
       }

@@ -23,8 +23,8 @@ constexpr std::size_t kDepth = 32, kBytes = 64;  // of k in a tile
 constexpr std::size_t kTile = 16;  // rows of a tile
 static_assert(kRowsPrepared % kTile == 0, "tiles are prepared whole");
 constexpr std::size_t kWide = 2 * kTile;  // columns of y at once
-constexpr std::size_t kInL2 = 5 << 18;  // bytes of x, of few rows
-constexpr std::size_t kManyRows = 128;
+constexpr std::size_t kInL2 = 5 << 18;  // bytes of x that `block` keeps in L2
+constexpr std::size_t kManyRows = 256;
 // What is multiplied at once then: rows, columns and slices of k, which stay in L2 with their sums.
 constexpr std::size_t kBlockRows = 256, kBlockCols = 256, kBlockSlices = 32;
 
@@ -249,7 +249,7 @@ void add_products(const Problem& p, std::size_t n, std::size_t first, std::size_
   _tile_stored(7, sums[1][1], kBytes);
 }
 
-// Many rows, of packed w: block by block, each of which comes from beyond L2 once.
+// Multiplies many rows by packed w, block by block. A block's x, w and sums stay in L2 until it is done.
 void blocks(const Problem& p, std::size_t rows, std::size_t from, std::size_t to, Sums* sums) {
   const Config config(kTile, kTile);
   written(&config);
@@ -262,8 +262,9 @@ void blocks(const Problem& p, std::size_t rows, std::size_t from, std::size_t to
       for (std::size_t slice = 0; slice < all; slice += kBlockSlices) {
         const std::size_t count = std::min(kBlockSlices, all - slice), lines = (kWide + times - 1) / times;
         for (std::size_t n = left; n < right; n += kWide) {
-          const char* ahead = n + kWide < right ? panel(p, n + kWide) + slice * kWide * kBytes
-                                                : panel(p, left) + (slice + count) * kWide * kBytes;
+          const char* ahead = n + kWide < right     ? panel(p, n + kWide) + slice * kWide * kBytes
+                              : slice + count < all ? panel(p, left) + (slice + count) * kWide * kBytes
+                                                    : panel(p, right < to ? right : from);
           Sums* at = sums + (n - left) / kWide * times;
           for (std::size_t first = begin; first < end; first += 2 * kTile, ++at, ahead += lines * count * kBytes) {
             add_products(p, n, first, slice, count, ahead, lines, *at);
@@ -276,7 +277,8 @@ void blocks(const Problem& p, std::size_t rows, std::size_t from, std::size_t to
     }
 }
 
-// As many rows of x as stay in L2 meet all columns before the next ones: of few rows, w comes from memory once.
+// Many rows of packed w go by `blocks`. Of the others, as many rows of x as stay in L2 meet all columns before the next
+// ones: up to some hundred, w comes from memory once.
 void columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
   written(p.x);
   std::size_t first = in_blocks(p);

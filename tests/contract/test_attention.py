@@ -363,6 +363,14 @@ def tiled(draw: st.DrawFn) -> Case:
     return Case(draw(sequences), op, torch.bfloat16, size, draw(st.integers(0, 99)))
 
 
+@backends
+@pytest.mark.parametrize("scale", [3e7, 3e9])
+def test_of_scores_far_apart_the_highest_takes_all(name: str, scale: float) -> None:
+    case = Case(((0, 32), (150, 20)), operator(4, 1, 64, scale=scale), torch.bfloat16)
+    out, *_ = run(opened(name, case.dtype), case)
+    assert error(out, oracle(case)) < DTYPES[torch.bfloat16]
+
+
 @pytest.mark.long(but=["emulate", "native", "reference", "native, portable"])
 @backends
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
