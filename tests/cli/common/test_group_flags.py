@@ -45,13 +45,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def test_several_options_are_set_by_one_flag(capsys: pytest.CaptureFixture[str]) -> None:
     found, lines = config(
         capsys, "--kv-sparsity=evict:budget=512,recent=96", "--limits", "n=3,body=16MiB,body-total=2GiB",
-        "--timeouts", "body=60,health=500ms", "--slo", "ttft=2s,overload=early", "--journal", "/j,size=1GiB",
+        "--timeouts", "body=60,health=500ms", "--slo", "ttft=2s,overload=predictive", "--journal", "/j,size=1GiB",
         "--kv-offload", "dir=/a\\,b,ttl=7d", "--context-overflow", "refuse", "--pipeline", "3",
     )  # fmt: skip
     wanted = {
         "kv_sparsity": "evict", "kv_budget": 512, "kv_recent": 96, "kv_sink": 4, "max_n": 3, "max_body": "16MiB",
         "body_total": "2GiB", "answer_total": "", "body_timeout_s": 60.0, "health_timeout_s": 0.5,
-        "header_timeout_s": 10.0, "slo_ttft": "2s", "slo_tbt": "", "overload": "early", "journal": "/j",
+        "header_timeout_s": 10.0, "slo_ttft": "2s", "slo_tbt": "", "overload": "predictive", "journal": "/j",
         "journal_size": "1GiB", "kv_store_dir": "/a,b", "kv_store_ttl": "7d", "kv_store_size": "10GiB",
         "context_overflow": "refuse", "pipeline": 3, "plan": "",
     }  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_flag_may_come_twice_with_other_keys(capsys: pytest.CaptureFixture[str
             ["--prefill-policy", "mooncake:threshold=0.5"],
             "--prefill-policy mooncake:threshold= must be at least 1",
         ),
-        (["--slo", "overload=early"], "--slo overload= needs --slo ttft= or --slo tbt=: it says how these limits are "),
+        (["--slo", "overload=baseline"], "--slo overload= needs --slo ttft= or --slo tbt=: it says how these limits "),
         (["--kv-offload", "eviction=lfu"], "--kv-offload eviction= needs --kv-offloading-size or --kv-offload dir=: "),
         (["--kv-offload", "on-load-failure=fail"], "--kv-offload on-load-failure= needs --kv-offloading-size or "),
         (["--collective", "mesh"], "--collective needs --tensor-parallel-size 2 or more: its ranks exchange tensors "),
