@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from lamina import netstack
@@ -141,17 +141,21 @@ def serve_link(link: ControlLink, start: StartEngine) -> None:
     )
     try:
         words = tokenizer.result(limit_s)
+        start_reading: Callable[[], LowPriorityCall[Vocabulary]] | None = None
         vocabulary: Callable[[], Vocabulary] | None = None
         if words is not None:
             facts = pools.ready
             make = partial(vocabulary_of, words, facts.vocab_size, facts.eos_token_ids)
-            vocabulary = LowPriorityCall(make, "reading the vocabulary").result
+            start_reading = reading = cache(lambda: LowPriorityCall(make, "reading the vocabulary"))
+            vocabulary = lambda: reading().result()  # noqa: E731
         limits, trace = start.conductor_config.limits, pools.tracer.recorder
         build = partial(build_parts, keeps_slo=limits != NO_LIMITS)
         engine = Engine(pools, config, trace=trace, features=pools.engine_features, build=build, vocabulary=vocabulary)
         tune_num_batches(engine, progress)
         if start.is_first:
             check_slo(engine, limits, progress)
+        if start_reading is not None:
+            start_reading()  # not before: it takes the interpreter's lock, and the measurements are done
         engine.slo_admission.set_config(start.conductor_config)
         loop = EngineLoop(link, engine, pools, words)
         try:

@@ -227,6 +227,20 @@ def test_a_whole_life(loaded: list[tuple[Any, ...]], transport: str, here: bool)
     assert isinstance(second, EngineReady)
 
 
+def test_the_vocabulary_is_read_after_the_engine_has_measured_itself(
+    loaded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the thread that reads it takes the interpreter's lock from the steps that are measured."""
+    done = list[str]()
+    tokenizer = SimpleNamespace(result=lambda limit_s: SimpleNamespace())
+    monkeypatch.setattr(engine_process, "load_in_background", lambda *_, **__: tokenizer)
+    for name in ("tune_num_batches", "check_slo", "LowPriorityCall"):
+        monkeypatch.setattr(engine_process, name, lambda *_, name=name: SimpleNamespace(result=done.append(name)))
+    server = Server(msgspec.structs.replace(START, is_first=True), Stop())
+    serve_engine(server.sock)
+    assert done == ["tune_num_batches", "check_slo", "LowPriorityCall"]
+
+
 def test_a_life_with_work(loaded: list[tuple[Any, ...]]) -> None:
 
     server = Server(START, AddPrompt(7, PROMPT, PARAMS))
