@@ -123,6 +123,7 @@ class WorkerExecutor:
     def _expect_nothing(self) -> None:
         self._counters: CounterCollector | None = None  # while some worker has yet to report what it counts
         self._steps_in_flight = StepReorderBuffer()
+        self._waits_since: float | None = None  # for what is owed; None: what was waited for last has come
         self._reports, self._progress_at = 0, 0.0  # outstanding reports of memory workers; time of the last one
         topology = self._config.topology
         self._pending_chunks = PendingChunks(topology.prefill_groups, topology.prefill_pipeline)
@@ -164,6 +165,7 @@ class WorkerExecutor:
 
     def submit(self, new: RunRound) -> None:
         """Queue a round for the compute workers. If one is lost, ``wait`` reports it."""
+        self._waits_since = None
         self._steps_in_flight.add_round(new)
         self._expect_reports(sum(isinstance(op, REPORTED) for step in new.steps for op in step.plan.ops))
         with self._note_loss():
@@ -174,6 +176,7 @@ class WorkerExecutor:
         """Queue a chunk of a prompt, a round of one step, for a prefill worker, or for all workers of the group of that
         number. If one is lost, ``wait`` reports it.
         """
+        self._waits_since = None
         self._pending_chunks.on_sent(worker, self._clock())
         with self._note_loss():
             for member in self._pending_chunks.group_workers(worker, self.registry.prefill):
@@ -302,9 +305,9 @@ class WorkerExecutor:
         while (done := self._steps_in_flight.next_done()) is None:
             done = self._receive()
             if isinstance(done, Report):
-                self._reports -= not isinstance(
-                    done, LoadReady | PagesExpired
-                )  # a transfer continues, or there is none
+                if isinstance(done, PagesExpired):  # no progress of anything that is owed
+                    return done
+                self._reports -= not isinstance(done, LoadReady)  # after which a transfer continues
                 self._progress_at = self._clock()
                 return done
             if done.batch >= self._batches:  # from a prefill worker: its one link keeps the order
@@ -321,7 +324,12 @@ class WorkerExecutor:
             owing = self.registry.compute + owing
         owing = owing + (self.registry.memory if self._reports else [])
         text = f"for {what} (--step-timeout-s {limit:g})"
-        return self.registry.wait_for(owing, Done, limit + DRIVER_GRACE_S, text)
+        now = self._clock()
+        since = self._waits_since = now if self._waits_since is None else self._waits_since
+        done = self.registry.wait_for(owing, Done, max(0.0, since + limit + DRIVER_GRACE_S - now), text)
+        if not isinstance(done, PagesExpired):
+            self._waits_since = None
+        return done
 
     def _note(self, done: StepDone) -> None:
         """Raise WorkersLostError if a worker hangs while the steps of other workers still complete. A worker whose

@@ -10,9 +10,10 @@ from test_worker_group import LIMIT_S, OPTIONS
 from lamina.config.flat_options import make_config
 from lamina.executor.worker_executor import WorkerExecutor
 from lamina.executor.worker_registry import WorkersLostError
-from lamina.protocol.control import Failed, Stats, StatsRequest
+from lamina.protocol.control import Failed, RunRound, RunStep, Stats, StatsRequest, StepDone
 from lamina.protocol.executor import WorkerError
 from lamina.protocol.offload_messages import PagesExpired
+from lamina.protocol.step_plan import LoadKv, StepPlan
 
 STEP_S = 60.0
 
@@ -87,3 +88,25 @@ def test_an_idle_engine_hears_once_which_pages_have_expired() -> None:
     assert isinstance(told, PagesExpired)
     assert sorted(told.keys) == [bytes([number]) * 32 for number in range(len(memory))]
     assert pools.check_workers() is None
+
+
+@pytest.mark.parametrize(("hangs", "what"), [("compute", "for a step"), ("memory", "for KV to be saved, loaded")])
+def test_pages_that_expire_hide_no_worker_that_hangs(hangs: str, what: str) -> None:
+    world, pools = pools_without_recovery()
+    plan = StepPlan(batch=0, step=0, ops=[LoadKv(1, 1, 0, 1, [b"k" * 32])], rows=[])
+    pools.submit(RunRound(round=0, steps=[RunStep(plan=plan, token_ids=[], sampling_requests=[])]))
+    memory, compute = (next(w for w in world.workers if w.role == role) for role in ("memory", "compute"))
+    epoch, began = pools.ready.epoch, world.now
+    if hangs == "memory":
+        compute.inbox.append(StepDone(epoch=epoch, batch=0, step=0, sampled_tokens=[]))
+        assert isinstance(pools.wait(), StepDone)
+    for second in range(1, 5 * int(STEP_S)):
+        memory.say(PagesExpired(epoch=epoch, keys=[b"old" * 11]), float(second))
+
+    def wait() -> None:
+        while world.now < began + 4 * STEP_S:
+            assert isinstance(pools.wait(), PagesExpired)
+
+    with pytest.raises(WorkerError, match=f"took too long {what}"):
+        wait()
+    assert STEP_S <= world.now - began < STEP_S + 10.0
