@@ -140,9 +140,17 @@ class TieredStorage:
         """
         with self._moves:
             gone = self._memory.expire()
-            lost = [key for key in gone if key in self._split or self._disk.lookup(key) is None]
+            split = self._split.intersection(gone)
             self._evict_from_memory(*gone)
-            return list(dict.fromkeys([*lost, *self._lost_of(self._disk.expire())]))
+            lost = dict.fromkeys(key for key in gone if key in split or not self._is_on_disk(key))
+            with suppress(StorageError):  # what is gone from memory is returned all the same
+                lost |= dict.fromkeys(self._lost_of(self._disk.expire()))
+            return list(lost)
+
+    def _is_on_disk(self, key: bytes) -> bool:
+        with suppress(StorageError):
+            return self._disk.lookup(key) is not None
+        return False
 
     def prefetch_next(self, fragments: frozenset[PageFragment]) -> list[bytes] | None:
         """Copy the next page of the fetch window from the disk to memory, and return evicted keys; None if there is

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from lamina.kv.pages import PAGE, Page, PageFragment, Provenance
-from lamina.kv.storage import FragmentLostError, StorageBackend, StorageConfig, StorageFullError, open_storage
+from lamina.kv.storage import (
+    FragmentLostError,
+    StorageBackend,
+    StorageConfig,
+    StorageError,
+    StorageFullError,
+    open_storage,
+)
 from lamina.kv.storage.file import FileStorage
 from lamina.kv.storage.file import open_storage as open_file
 from lamina.kv.storage.host import HostStorage
@@ -275,6 +282,28 @@ def test_the_age_of_a_page_counts_from_its_last_use_when_it_has_moved_to_the_dis
     aging.now += 60.0
     assert key(1) in aging.both.expire()
     aging.both.close()
+
+
+@pytest.mark.parametrize("broken", ["lookup", "expire"])
+def test_keys_that_are_gone_from_memory_are_returned_if_the_disk_fails(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later call would return them."""
+    now = [1e9]
+    places = Places(2, 2)
+    memory = HostStorage(StorageConfig(4 * SESSION, ttl_s=100.0), lambda: now[0])
+    both = TieredStorage(memory, places.disk, spare=0)
+    put(both, 0)
+    now[0] += 101.0
+
+    def fail(*_: object) -> None:
+        raise StorageError("the disk fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(places.disk, broken, fail)
+        assert both.expire() == [key(0)]
+    assert both.expire() == []
+    assert has(both) == set()
 
 
 def test_a_page_that_memory_serves_outlives_its_copy_on_the_disk(tmp_path: Path) -> None:
