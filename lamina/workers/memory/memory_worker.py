@@ -367,12 +367,16 @@ class MemoryWorker:
             self._open_tier(meeting.storage, self.store, meeting.epoch)
         return self.store
 
-    def _report_lost_channel(self, epoch: int, error: str) -> None:
-        """Ask for another epoch, in which all workers reconnect; not again within RECONNECT_S."""
-        if (now := self._clock()) - self._reconnected_at > RECONNECT_S:
-            self._reconnected_at = now
-            with suppress(LinkClosedError):
-                self._report(ChannelLost(epoch, error, is_serving=True))
+    def _report_lost_channel(self, epoch: int, error: str) -> bool:
+        """Ask for another epoch, in which all workers reconnect; not again within RECONNECT_S. Returns whether it did
+        so.
+        """
+        if (now := self._clock()) - self._reconnected_at <= RECONNECT_S:
+            return False
+        self._reconnected_at = now
+        with suppress(LinkClosedError):
+            self._report(ChannelLost(epoch, error, is_serving=True))
+        return True
 
     def _open_tier(self, offload: OffloadConfig, store: KvStore, epoch: int) -> None:
         """Open the storage backend of offloaded pages. Raises ValueError if it cannot be opened."""

@@ -149,8 +149,8 @@ class TransferLink:
 
     def send(self, transfer: Transfer) -> Transfer:
         """Begin to send a transfer, after earlier ones."""
-        if self._begin(transfer, self._outgoing):
-            self._enqueue(lambda staging: self._send(transfer, staging))
+        if self._begin(transfer, self._outgoing) and not self._enqueue(lambda staging: self._send(transfer, staging)):
+            self._fail(self._outgoing, [transfer.number])
         return transfer
 
     def expect(self, transfer: Transfer) -> Transfer:
@@ -249,10 +249,10 @@ class TransferLink:
             transfer.on_end(transfer)
         return is_open
 
-    def _fail(self, transfers: dict[int, Transfer]) -> None:
+    def _fail(self, transfers: dict[int, Transfer], numbers: Iterable[int] | None = None) -> None:
+        """Fail transfers, if they are under way: all, or those of ``numbers``."""
         with self._changed:
-            lost = list(transfers.values())
-            transfers.clear()
+            lost = [transfers.pop(n) for n in (list(transfers) if numbers is None else numbers) if n in transfers]
             for transfer in lost:
                 transfer.error = self._failure(transfer)
             self._changed.notify_all()
@@ -284,14 +284,16 @@ class TransferLink:
         return TransferError(f"{self._error} (transfer {transfer.number} of {self.peer})")
 
     # Send.
-    def _enqueue(self, job: Callable[[Staging], None]) -> None:
+    def _enqueue(self, job: Callable[[Staging], None]) -> bool:
+        """Let the thread that sends do a job. Returns False if the link was stopped or given up."""
         with self._changed:
-            if self._is_over:
-                return
+            if self._is_over or self._error:
+                return False
             starts, self._sends = not self._sends, True
         if starts:
             self._start(self._send_all, "lamina-send", self._outgoing)
         self._jobs.put(job)
+        return True
 
     def _send_all(self, staging: Staging) -> None:
         while (job := self._jobs.get()) is not None:

@@ -104,8 +104,10 @@ class ParityReplies:
 class ParityPages:
     """The loads of the parity worker in an epoch. One thread uses it."""
 
-    def __init__(self, links: PeerLinks, lost: Callable[[str], None] = lambda error: None) -> None:
-        """``links``: to all other memory workers of its rank; opened here. ``lost``: called once, if a link is lost."""
+    def __init__(self, links: PeerLinks, lost: Callable[[str], bool] = lambda error: True) -> None:
+        """``links``: to all other memory workers of its rank; opened here. ``lost``: called at each read over a lost
+        link, until it returns True.
+        """
         self._links, self._numbers = links, itertools.count()  # of transfers
         self._lost, self._is_lost = lost, False
         links.open(ANSWER_S)
@@ -138,5 +140,4 @@ class ParityPages:
 
     def _report_loss(self, source: TransferLink) -> None:
         if source.lost and not self._is_lost:
-            self._is_lost = True
-            self._lost(f"{source.peer}: {source.lost}")
+            self._is_lost = self._lost(f"{source.peer}: {source.lost}")

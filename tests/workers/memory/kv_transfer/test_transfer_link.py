@@ -258,6 +258,39 @@ def test_what_is_sent_in_full_has_not_failed_where_the_peer_closes_at_once(linke
         assert sent.get(timeout=SOON_S).error is None
 
 
+def test_a_link_that_was_given_up_keeps_no_requests(linked: Linked) -> None:
+    """No thread would take them, so each would stay until the epoch ends."""
+    jobs = queue.SimpleQueue[Any]()
+    with channels() as (own, _):
+        link = linked("peer", SILENCE_S, around=Runtime(queue=lambda: jobs))
+        link.serve(own)
+        link.give_up("the cable is cut")
+        for number in range(3):
+            link.request(number, b"?")
+            transfer = link.expect(Transfer(number, into(bytearray(10))))
+            assert str(transfer.error) == f"the cable is cut (transfer {number} of peer)"
+        assert jobs.empty()
+
+
+def test_a_transfer_whose_link_is_given_up_before_it_is_sent_fails(linked: Linked) -> None:
+    """It is under way by then, and the thread that would send it was not started."""
+    ended = queue.SimpleQueue[Transfer]()
+
+    class Condition(threading.Condition):
+        def notify_all(self) -> None:
+            super().notify_all()
+            if begins:
+                begins.clear()
+                link.give_up("the cable is cut")
+
+    begins = list[bool]()
+    link = linked("peer", SILENCE_S, around=Runtime(condition=Condition))
+    begins.append(True)
+    link.send(Transfer(5, parts(DATA), on_end=ended.put))
+    assert str(ended.get(timeout=SOON_S).error) == "the cable is cut (transfer 5 of peer)"
+    assert ended.empty()
+
+
 def test_a_transfer_to_a_peer_that_never_connects_fails(linked: Linked) -> None:
     link, ended = linked("peer", SILENCE_S, connect_s=0.01), queue.SimpleQueue[Transfer]()
     link.send(Transfer(5, parts(DATA), on_end=ended.put))

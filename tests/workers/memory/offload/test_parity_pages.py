@@ -68,11 +68,16 @@ class Worker:
         self.store, self.links = store, links
         self.medium: Any = Held(open_storage(NOTHING_STORED if keeps else "host", StorageConfig(1 << 24)))
         self.lost, self.meter = list[str](), Counters()
-        parity = ParityPages(links, self.lost.append) if keeps else ParityReplies(links)
+        self.may_report = True
+        parity = ParityPages(links, self.report_loss) if keeps else ParityReplies(links)
         self.said: SimpleQueue[TransferDone | LoadReady] = SimpleQueue()
         used = None if ignores else parity
         self.transfers = PageTransfers(self.medium, store, self.said.put, self.meter, epoch=VIEW, parity=used)
         self.step = 0
+
+    def report_loss(self, error: str) -> bool:
+        self.lost.append(error)
+        return self.may_report
 
     def do(self, *parts: SequenceOp | RowRange) -> None:
         rows = [p for p in parts if isinstance(p, RowRange)]
@@ -275,6 +280,23 @@ def test_a_lost_link_is_reported_once_and_a_refusal_is_no_loss(workers: list[Wor
     assert len(parity.lost) == 1
     assert parity.lost[0].startswith("memory-0: ")
     assert "the cable is cut" in parity.lost[0]
+
+
+def test_a_lost_link_is_reported_until_the_report_was_sent(workers: list[Worker]) -> None:
+    """A worker asks for another epoch only now and then, and until it does all loads fail."""
+    lacks, _, parity = workers
+    parity.may_report = False
+    for link in lacks.links.by_number.values():
+        link.give_up("the cable is cut")
+    attempts = [0]
+    for number in range(1, 5):
+        parity.may_report = number >= 3
+        for worker in workers:
+            worker.do(New(number), load(number, number))
+            worker.report()
+        attempts.append(len(parity.lost))
+    assert attempts[0] < attempts[1] < attempts[2], "each load tries again"
+    assert attempts[2] + 1 == attempts[3] == attempts[4], "once it was sent, none does"
 
 
 def test_a_load_without_progress_is_no_parity(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
