@@ -1,16 +1,16 @@
 """The index of prefixes: maps the hash of a chain of pages to the places that hold its K and V.
 
-A *place* is the pool of the memory workers, a prefill worker, a KV shard of storage, or all sessions together, as an
-int with one bit. Storage and prefill workers *have* a page once it is promised there, and can provide it once it is
-*ready*. In the pool and on prefill workers, sequences hold chains of pages. Sessions lease the pages of their last
-turns. A prefix has one key in all places, whatever the size of their pages. Pure policy: no torch, no I/O, no clock.
+A *place* is the pool of the memory workers, a prefill worker or a KV shard of storage, as an int with one bit. Storage
+and prefill workers *have* a page once it is promised there, and can provide it once it is *ready*. In the pool and on
+prefill workers, sequences hold chains of pages. Sessions lease the pages of their last turns, wherever these are. A
+prefix has one key in all places, whatever the size of their pages. Pure policy: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .sessions.session_table import SessionState
 
 Place = int
-POOL, PREFILL, SESSIONS = "pool", "prefill", "sessions"  # kinds of places; storage is another
+POOL, PREFILL = "pool", "prefill"  # kinds of places; storage is another
 
 
 class Keyed(Protocol):
@@ -144,6 +144,7 @@ class PrefixIndex:
         """``root``: of all chains; None: one without a store."""
         self.root = root or ChainRoot()
         self._pages: dict[bytes, _Page] = {}
+        self._leases: dict[bytes, int | dict[int, None]] = {}  # the session that leases a page, or several in order
         self._holdings: dict[Place, OrderedDict[int, Holding]] = {}
         self._places: dict[tuple[str, int], Place] = {}
         self._kinds: dict[Place, str] = {}
@@ -290,19 +291,30 @@ class PrefixIndex:
         self.drop(place, gone)
         return holding
 
-    def lease(self, place: Place, number: int, keys: Iterable[bytes]) -> None:
-        """Let a session, by its number, lease pages of a place, which has them until all leases have ended."""
+    def lease(self, number: int, keys: Iterable[bytes]) -> None:
+        """Let a session, by its number, lease pages, which may be nowhere."""
         for key in keys:
-            self._page_at(place, key).begun.setdefault(place, _Begun()).sequences[number] = None
+            held = self._leases.setdefault(key, number)
+            if isinstance(held, dict):
+                held[number] = None
+            elif held != number:
+                self._leases[key] = {held: None, number: None}
 
-    def end_lease(self, place: Place, number: int, keys: Several[bytes]) -> None:
+    def end_lease(self, number: int, keys: Iterable[bytes]) -> None:
         """End the lease of a session on pages."""
         for key in keys:
-            begun = self._pages[key].begun
-            del begun[place].sequences[number]
-            if not begun[place].sequences:
-                del begun[place]
-        self.drop(place, keys)
+            held = self._leases[key]
+            if isinstance(held, dict):
+                del held[number]
+                if len(held) == 1:
+                    (self._leases[key],) = held
+            else:
+                del self._leases[key]
+
+    def leases(self, key: bytes) -> Collection[int]:
+        """Return the sessions that lease a page, in the order in which they began to."""
+        held = self._leases.get(key, ())
+        return (held,) if isinstance(held, int) else held
 
     def add_snapshot(self, place: Place, number: int, length: int, page_size: int) -> None:
         """Record that the states of a held sequence are kept after ``length`` tokens, one whole page at least."""

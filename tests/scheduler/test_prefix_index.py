@@ -201,6 +201,21 @@ def test_places_have_what_they_were_given(moves: list[tuple[int, int, int, str]]
     assert (index.num_known_pages, index.num_replicas(PREFILL)) == (0, 0)
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.sets(st.sampled_from([b"a", b"b", b"c"]))), max_size=30))
+def test_a_page_is_leased_by_the_sessions_that_have_it_the_first_one_first(moves: list[tuple[int, set[bytes]]]) -> None:
+    """Each move ends a session's leases, and begins others."""
+    index, oracle, own = PrefixIndex(), {key: list[int]() for key in (b"a", b"b", b"c")}, dict[int, set[bytes]]()
+    for number, keys in moves:
+        index.end_lease(number, own.get(number, set()))
+        index.lease(number, keys)
+        own[number] = keys
+        for key, numbers in oracle.items():
+            numbers[:] = [n for n in numbers if n != number] + [number] * (key in keys)
+            assert list(index.leases(key)) == numbers
+    index.clear(index.place(POOL))
+    assert {key: list(index.leases(key)) for key in oracle} == oracle, "a session keeps its pages"
+
+
 def test_pages_of_held_sequences_are_not_dropped() -> None:
     index, keys, held = PrefixIndex(), PageKeys(SIZE), sequence([1, 2, 3, 4, 5, 6], 7)
     worker, chain = index.place(PREFILL), keys.whole(held, 6)

@@ -18,7 +18,7 @@ import msgspec
 
 from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.request.bounds import MOST_COUNT, Count, Identity, Salt, TokenBytes, Word
-from lamina.scheduler.prefix_index import SESSIONS, Holding, PrefixIndex
+from lamina.scheduler.prefix_index import Holding, PrefixIndex
 
 from .token_ranges import TokenRanges
 
@@ -106,7 +106,7 @@ class Sessions:
     """All sessions of an engine, the least recently used first. The index of prefixes has their pages."""
 
     def __init__(self, prefix_index: PrefixIndex) -> None:
-        self._index, self._place, self._numbers = prefix_index, prefix_index.place(SESSIONS), count()
+        self._index, self._numbers = prefix_index, count()
         self._by_name: OrderedDict[SessionName, SessionState] = OrderedDict()
         self._by_number: dict[int, SessionState] = {}
         self.hits = Counter[str]()  # turns after the first one of a session, by the tier that had its KV
@@ -150,21 +150,21 @@ class Sessions:
     def set_pages(self, session: SessionState, keys: list[bytes]) -> None:
         """Set the stored pages of a session's last turn."""
         if self._by_name.get(session.name) is session:  # else it was dropped while this turn ran
-            self._index.end_lease(self._place, session.number, session.keys)
-            self._index.lease(self._place, session.number, keys)
+            self._index.end_lease(session.number, session.keys)
+            self._index.lease(session.number, keys)
         session.keys = keys
 
     def has_page(self, key: bytes) -> bool:
         """Return True if a page is one of a session's last turn."""
-        return bool(self._index.sequences(self._place, key))
+        return bool(self._index.leases(key))
 
     def with_page(self, key: bytes) -> Iterator[SessionState]:
         """Yield the sessions whose last turns have a page."""
-        return (self._by_number[number] for number in self._index.sequences(self._place, key))
+        return (self._by_number[number] for number in self._index.leases(key))
 
     def drop(self, name: SessionName) -> SessionState | None:
         """Remove a session, whose KV the caller must drop. Returns None for an unknown one."""
         if (session := self._by_name.pop(name, None)) is not None:
             del self._by_number[session.number]
-            self._index.end_lease(self._place, session.number, session.keys)
+            self._index.end_lease(session.number, session.keys)
         return session

@@ -5,6 +5,7 @@ Covers: lamina/scheduler/sessions/session_table.py.
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -115,8 +116,24 @@ def test_names_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert [known.has_page(key) for key in (b"first", b"a", b"b", b"c")] == [True, False, True, True]
     for name in "bc":
         known.drop(SessionName(b"", name))
-    assert index.num_known_pages == 0
+    assert not any(known.has_page(key) for key in (b"first", b"b", b"c"))
     speak(turns, said("z"), SessionName(b"", "a"))
+
+
+def test_a_page_of_a_session_takes_little_memory() -> None:
+    """A full table has 16,384 sessions, whose pages may be in storage no more."""
+    known, pages = session_table.Sessions(PrefixIndex()), 256
+    sessions = [known.get_or_create(SessionName(b"", str(number))) for number in range(16)]
+    keys = [[number.to_bytes(4, "big") * 8 for number in range(n, n + pages)] for n in range(0, 16 * pages, pages)]
+    tracemalloc.start()
+    try:
+        for session, own in zip(sessions, keys, strict=True):
+            known.set_pages(session, own)
+        nbytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert all(known.has_page(key) for own in keys for key in own)
+    assert nbytes < 128 * 16 * pages
 
 
 def test_sessions_that_come_are_remembered_up_to_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
