@@ -12,7 +12,7 @@ from lamina.config.topology import TopologyOptions
 from lamina.protocol.capacity import partition_of
 from lamina.protocol.control import Address, TransferPeer
 from lamina.protocol.step_plan import BindReply, BindRequest
-from lamina.workers.mixer_messages import with_shares
+from lamina.workers.mixer_shares import with_shares
 
 from .worker_registry import RegisteredWorker
 

@@ -13,10 +13,9 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from msgspec import structs
 from torch import Tensor
 
-from lamina.config.partition import KvShards, Partition, state_shares
+from lamina.config.partition import KvShards
 from lamina.ops.recurrence.parts import Part
 from lamina.ops.recurrence.spec import RecurrenceSpec
 from lamina.protocol.mixers import MixerShape
@@ -110,12 +109,6 @@ def _piece(mixer: MixerShape, worker: int) -> MixerPiece | None:
 def state_bytes(pieces: Sequence[MixerPiece | None]) -> int:
     """Return the bytes of one version of a sequence's states in all layers."""
     return sum(piece.spec.state_bytes for piece in pieces if piece is not None)
-
-
-def with_shares(mixer: MixerShape, name: str, partition: Partition, weights: Sequence[float]) -> MixerShape:
-    """Return a recurrent layer with the shares of memory workers. Arguments and errors as of ``state_shares``."""
-    spec = RecurrenceSpec.decode(mixer.spec)
-    return structs.replace(mixer, shares=state_shares(name, partition, spec.heads, weights, spec.run))
 
 
 class MostBytes(NamedTuple):

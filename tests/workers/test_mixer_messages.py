@@ -22,8 +22,8 @@ from lamina.workers.mixer_messages import (
     mixer_pieces,
     spans,
     state_bytes,
-    with_shares,
 )
+from lamina.workers.mixer_shares import with_shares
 
 SPEC = RecurrenceSpec(kind="mamba2", heads=6, width=4, groups=2, heads_per_group=3, key_dim=8, value_dim=16, bias=True)
 

@@ -25,7 +25,8 @@ from lamina.workers.device_selection import CPU
 from lamina.workers.device_transport import can_use_device_path
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import available_bytes
-from lamina.workers.mixer_messages import largest_messages, mixer_pieces, state_bytes, with_shares
+from lamina.workers.mixer_messages import largest_messages, mixer_pieces, state_bytes
+from lamina.workers.mixer_shares import with_shares
 
 from .attention_client import AttentionClient, MemoryWorkerClient, RefusedError
 from .compute_worker import Attention, ComputeWorker

@@ -25,7 +25,7 @@ from lamina.protocol.step_plan import Free, LoadKv, New, RowRange, SaveKv, Seque
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.offload.page_transfers import PageTransfers
 from lamina.workers.memory.worker_counters import Counters
-from lamina.workers.mixer_messages import with_shares
+from lamina.workers.mixer_shares import with_shares
 
 WAIT_S, FEW_S, LENGTH, KEY, TENANT = 30.0, 5.0, PAGE + 64, b"k" * 32, b"t" * 16
 
