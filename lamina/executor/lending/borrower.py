@@ -11,9 +11,9 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from contextlib import suppress
-from typing import Any
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import flag_name
@@ -25,6 +25,8 @@ from lamina.executor.worker_group import WorkerGroup
 from lamina.executor.worker_registry import RegisteredWorker, WorkerRegistry
 from lamina.lending.lending_messages import NEVER
 from lamina.protocol.control import LinkClosedError
+from lamina.request import Refusal
+from lamina.scheduler.sequence import Sequence
 
 from .borrower_links import BorrowerLinks, GuestWorker
 from .colocated_lender import ColocatedLender, overload_reason
@@ -189,8 +191,11 @@ class Borrower(EngineFeature):
             if self._fits_without(engine, last):
                 self._release(last, "return")
 
-    def on_arrival(self, sequences: Sequence[Any], *, accepted: bool) -> None:
-        self._came.setdefault(sequences[0].request_id, time.time())
+    def refusal(self, sequences: Several[Sequence], *, has_token: bool) -> Refusal | None:
+        """Note when a request comes. It is never refused."""
+        if not has_token:
+            self._came.setdefault(sequences[0].request_id, time.time())
+        return None
 
     def _first_arrival(self, engine: Engine) -> float:
         """Return when the oldest unfinished request came, by the clock that hosts share."""

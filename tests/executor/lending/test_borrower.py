@@ -12,12 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_executor import FakeWire
 
 from lamina.config.flat_options import make_config
+from lamina.engine.engine import Engine
 from lamina.executor.lending.borrower import SPARE, Borrower
 from lamina.executor.lending.guest_workers import GuestBudget
 from lamina.executor.lending.lender_service import BLOCK_BYTES
 from lamina.lending.lending_messages import NEVER
+from lamina.request import SamplingParams
 
 OPTIONS = {"partition": "spill", "memory_workers": 2, "transport": "shm", "borrow": "64MiB", "ledger": "a:1"}
 
@@ -121,22 +124,25 @@ def test_its_own_is_asked_for_before_that_of_others(
 
 
 def test_its_claim_is_that_of_its_oldest_request_and_grows_as_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine says when requests come, and looks for memory later."""
     links, own, now = Links(), SimpleNamespace(local_need="", lacks_since=NEVER), 1000.0
     monkeypatch.setattr(
         "lamina.executor.lending.borrower.time", SimpleNamespace(time=lambda: now, monotonic=lambda: now)
     )
-    one, engine = borrower(links, own=own), engine_with((0, 0), 1024, 1024)
-    for number in range(2):
-        one.on_arrival([SimpleNamespace(request_id=number)], accepted=False)  # type: ignore[list-item]
+    one = borrower(links, own=own)
+    config = make_config({"enable_prefix_caching": False})
+    engine = Engine(FakeWire(8), config, features=[one])  # type: ignore[arg-type]
+    numbers = list[int]()
+    for _ in range(2):
+        numbers.append(engine.add([1] * 60, SamplingParams(max_tokens=6)))  # no room in 8 blocks of 4 tokens
         now += 10.0
     one.between_rounds(engine)
     assert (links.since[-1], own.lacks_since) == (1000.0, 1000.0)
-    del engine.requests[0]
+    engine.cancel(numbers[0])
     now += 10.0
     one.between_rounds(engine)
     assert (links.since[-1], own.lacks_since) == (1010.0, 1010.0)
-    engine.requests.clear()
-    engine.scheduler.waiting.clear()
+    engine.cancel(numbers[1])
     now += 10.0
     one.between_rounds(engine)
     assert own.lacks_since == NEVER
