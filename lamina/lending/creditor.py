@@ -142,9 +142,26 @@ class Creditor:
         """Return messages to debtors that bring ``blocks`` back, the newest loans first; earlier recalls count, too.
         Claims that came before its own keep theirs.
         """
+        return self._recall(sorted(self._later(), key=lambda x: (not x.is_recalled, -x.number)), blocks)
+
+    def reclaimable(self, used: int, now: float) -> int:
+        """Return the blocks that can come for its own claim, beyond ``used`` that it uses: what earlier claims have or
+        wait for cannot.
+        """
+        own = max(0, self.lent_to(self.name) - used)  # they were granted, or their guests are ending
+        if self._first_claim(now) < (self._lacks_since(), self.name):
+            return own
+        return own + self.free_blocks + sum(len(x.blocks) for x in self._later())
+
+    def _later(self) -> list[Lease]:
+        """Return the leases of others that its own claim may take back."""
         own = self._lacks_since(), self.name
-        later = (x for x in self.leases.values() if x.debtor != self.name and (own[0] == NEVER or x.claim > own))
-        return self._recall(sorted(later, key=lambda x: (not x.is_recalled, -x.number)), blocks)
+        return [x for x in self.leases.values() if x.debtor != self.name and (own[0] == NEVER or x.claim > own)]
+
+    def _first_claim(self, now: float) -> Claim:
+        """Return the claim for which free blocks are kept: its own, or an earlier one that found no room."""
+        own = self._lacks_since(), self.name
+        return min(own, self._reserved[0]) if self._reserved is not None and self._reserved[1] > now else own
 
     def outdone_by(self, ask: LoanRequest) -> list[Recall]:
         """Return messages that bring back what a refused request lacks, of later claims that wait for more; also of

@@ -117,6 +117,21 @@ def test_it_takes_back_nothing_from_earlier_claims() -> None:
     assert sorted(o.lease for o in at.recall(12)) == [0, 1, 2], "and without a claim any"
 
 
+def test_what_earlier_claims_have_or_wait_for_does_not_come_for_its_own() -> None:
+    since = 50.0
+    at = Creditor("c", 20, LendingTerms(20, 12), lacks_since=lambda: since)
+    at.answer_request(claim("b", 1, 8, 40.0), 0.0)
+    assert at.reclaimable(0, 0.0) == 12
+    at.answer_request(claim("c", 1, 3, 50.0), 0.0)
+    assert (at.reclaimable(0, 0.0), at.reclaimable(3, 0.0)) == (12, 9), "what was granted is still to come"
+    since = 30.0
+    assert at.reclaimable(3, 0.0) == 17, "the other one's claim is a later one now"
+    since = 50.0
+    assert isinstance(at.answer_request(claim("d", 1, 10, 45.0), 0.0), LoanRefused)
+    assert at.reclaimable(3, RESERVE_S - 0.1) == 0
+    assert at.reclaimable(3, RESERVE_S + 0.1) == 9
+
+
 def test_an_earlier_claim_without_room_gets_that_of_later_ones_which_wait_for_more() -> None:
     at = Creditor("c", 8, LendingTerms(8, 8))
     at.answer_request(claim("d", 1, 3, 60.0), 0.0)

@@ -116,6 +116,7 @@ def _try_seeds() -> None:
 
 
 CONTESTS = 2000
+EARLIER_FIRST = 0  # a seed by which the first one's clock is behind the last one's
 
 
 @pytest.mark.long
@@ -143,6 +144,13 @@ def test_two_that_lend_to_each_other_and_both_need_it_are_served_one_after_the_o
     both = replace(contest(0, 2), jobs=(((60, 3.0),), ((60, 3.0),)))
     both = replace(both, of=replace(both.of, blocks=40, cap=40, debtor_cap=40, loss=0.0, twice=0.0, late_s=0.05))
     assert check_contest(both) == 2
+
+
+def test_one_whose_own_memory_an_earlier_claim_has_borrows_of_others_meanwhile() -> None:
+    """The last one's memory goes to the first, its neighbour. The request that waits for it would end too late."""
+    long = replace(contest(EARLIER_FIRST, 4), jobs=(((80, 100.0),), (), (), ((1, 5.0), (40, 60.0))))
+    long = replace(long, of=replace(long.of, blocks=40, cap=40, debtor_cap=40, loss=0.0, twice=0.0, late_s=0.05))
+    assert check_contest(long) == 3
 
 
 def _lends_nothing_while_it_lacks(self: Creditor, ask: Any, now: float, why: Any = Creditor.refusal_reason) -> str:

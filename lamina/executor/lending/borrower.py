@@ -165,8 +165,8 @@ class Borrower(EngineFeature):
             log.warning("memory worker %d stays: %s", index, error)
 
     def _ask(self, engine: Engine, now: float) -> None:
-        """Request what the first waiting sequence lacks, of other deployments only after all usable memory of its own.
-        Loans that are not needed go back after a while.
+        """Request what the first waiting sequence lacks, of other deployments only after all memory of its own that
+        can come. Loans that are not needed go back after a while.
         """
         lacking, guests = self._lacking(engine), len(self._registry.memory) - self._homes
         since = self._first_arrival(engine)
@@ -175,7 +175,7 @@ class Borrower(EngineFeature):
             self.own.local_need = overload_reason(engine.slo_admission.counts())
         coming = self._links.borrowed_blocks - sum(self._workers.kv_bytes[0][self._homes :]) // BLOCK_BYTES
         wanted = lacking if coming <= 0 else 0
-        own = min(wanted, self._links.own_unrequested)
+        own = min(wanted, self._links.reclaimable)
         if own and not self._refusal(own * BLOCK_BYTES):
             self._links.reclaim(own)
         else:

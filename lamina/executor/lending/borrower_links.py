@@ -105,10 +105,11 @@ class BorrowerLinks:
             self._debtor.num_wanted, self._debtor.since, self._debtor.is_waiting = blocks, since, is_waiting
 
     @property
-    def own_unrequested(self) -> int:
-        """The blocks of this deployment's own, lent or free, that it has not requested."""
+    def reclaimable(self) -> int:
+        """The blocks of this deployment's own that can come for its claim, free or lent to later ones."""
         with self._lock:
-            return 0 if self._own is None else self._own.creditor.size - self._debtor.blocks_of(self.name)
+            used = self._debtor.blocks_of(self.name)
+        return 0 if self._own is None else self._own.reclaimable(used)
 
     def reclaim(self, blocks: int) -> None:
         """Request its own ``blocks``, at once if they are free, else when they are back. Call it until they come."""

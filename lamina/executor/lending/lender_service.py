@@ -1,8 +1,8 @@
 """A creditor: it lends memory of its host, and runs a memory worker, the guest, for each lease.
 
 A host that only lends runs it as a process (`lamina-launch lend`). A serving engine has a creditor on threads of its
-own (`lend` of --lending). The engine borrows from it as other debtors do. But its requests come first: other debtors
-give memory back that it lacks.
+own (`lend` of --lending). The engine borrows from it as other debtors do, and they give memory back that it lacks. But
+a request that came earlier keeps what it has.
 
 The debtor opens the guest's control link, and gives the guest a key for that lease alone. The guest does not know the
 cluster's key, and uses no more memory than was lent (LAMINA_LEASE_BYTES). When a lease ends, its process ends, and the
@@ -129,6 +129,11 @@ class LenderService:
             self._end(lease)
         if self._ledger is not None:
             self._ledger.close()
+
+    def reclaimable(self, used: int) -> int:
+        """See Creditor."""
+        with self._lock:
+            return self.creditor.reclaimable(used, time.monotonic())
 
     def reclaim(self, blocks: int) -> bool:
         """Return whether ``blocks`` blocks are free for this process itself. If not, debtors must give some back."""

@@ -28,8 +28,8 @@ OPTIONS = {"partition": "spill", "memory_workers": 2, "transport": "shm", "borro
 class Links(SimpleNamespace):
     """A fake of a creditor's links: it records what is asked."""
 
-    def __init__(self, own_unrequested: int = 0, of_others: int = 0, guests: Sequence[Any] = ()) -> None:
-        self.own_unrequested, self.borrowed_from_others, self.is_seeking = own_unrequested, of_others, of_others > 0
+    def __init__(self, reclaimable: int = 0, of_others: int = 0, guests: Sequence[Any] = ()) -> None:
+        self.reclaimable, self.borrowed_from_others, self.is_seeking = reclaimable, of_others, of_others > 0
         self.borrowed_blocks, self.arrived, self.told = 0, deque(guests), list[int]()
         self.reclaim, self.since = self.told.append, list[float]()
 

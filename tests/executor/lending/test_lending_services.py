@@ -271,6 +271,19 @@ def test_a_recall_is_told_and_not_renewed(street: Street) -> None:
     assert until(guest.exit_reason, "the debtor does not know")
 
 
+def test_a_deployment_whose_own_memory_an_earlier_claim_has_knows_that_it_does_not_come(street: Street) -> None:
+    service = street.creditor("c", 8, lacks_since=lambda: 50.0)
+    debtor, earlier = street.debtor("c", service), street.debtor("d")
+    assert debtor.reclaimable == 8
+    debtor.reclaim(2)
+    guest_of(debtor)
+    assert debtor.reclaimable == 6
+    earlier.request_blocks(6, 40.0)
+    guest_of(earlier)
+    assert debtor.reclaimable == 0
+    assert street.debtor("e").reclaimable == 0, "it lends nothing"
+
+
 def test_guests_that_use_too_much_of_the_processors_get_no_company(street: Street) -> None:
     """The limit is one that even idle ones are above."""
     began = cpu_seconds(os.getpid())

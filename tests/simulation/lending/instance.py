@@ -97,7 +97,8 @@ class SimInstance:
         self.swapped = max(0, self.data - self.local - self.debtor.num_borrowed)
         self.debtor.is_waiting = self.swapped > 0
         self._own_leases()
-        self.debtor.num_wanted = 0 if self._one_way and self.creditor.lent_blocks else self.swapped
+        own_first = self._one_way and self.swapped and self.creditor.reclaimable(self.local, now)
+        self.debtor.num_wanted = 0 if own_first else self.swapped
         return out
 
     def _outdone_by(self, ask: LoanRequest) -> list[Outgoing]:
