@@ -109,7 +109,13 @@ class Creditor:
         if why:
             self._reserve(ask, now)
             self.refusals += 1
-            refused = LoanRefused(number=ask.number, creditor=self.name, beat=self._heartbeat_number, why=why)
+            refused = LoanRefused(
+                number=ask.number,
+                creditor=self.name,
+                beat=self._heartbeat_number,
+                why=why,
+                for_all=self._refuses_all(ask, now),
+            )
             self.answered[ask.debtor] = ask.number, refused
             return refused
         local = ask.debtor == self.name
@@ -188,6 +194,14 @@ class Creditor:
         if ask.since and ask.blocks > self.free_blocks and (had is None or had[1] <= now or claim <= had[0]):
             self._reserved = claim, now + RESERVE_S
 
+    def _refuses_all(self, ask: LoanRequest, now: float) -> bool:
+        """Return whether a refused request would be refused to any debtor: not for its claim, nor for what its debtor
+        has.
+        """
+        is_in_turn = (ask.since, ask.debtor) <= self._first_claim(now)
+        may_have = self.terms.max_lent_per_debtor - self.lent_to(ask.debtor)
+        return is_in_turn and (ask.debtor == self.name or 0 < ask.blocks <= may_have)
+
     def expire(self, now: float) -> list[Lease]:
         """End and return the leases that were not renewed in time; their blocks become free."""
         over = [x for x in self.leases.values() if x.until <= now and x.number not in self.own_blocks]
@@ -206,6 +220,7 @@ class Creditor:
         self._heartbeat_number += 1
         waiting = [x for x in self.leases.values() if x.is_waiting and x.since]
         debtors = sorted({x.debtor for x in self.leases.values()} - {self.name})
+        first = self._first_claim(now)
         room = 0 if self._busy() else min(self.free_blocks, self.terms.max_lent - self.lent_blocks)
         return Heartbeat(
             name=self.name,
@@ -213,7 +228,8 @@ class Creditor:
             free=max(0, room),
             cap=self.terms.max_lent,
             debtor_cap=self.terms.max_lent_per_debtor,
-            since=self._lacks_since(),
+            since=first[0],
+            first=first[1],
             waiting=tuple(WaitingDebt(x.since, x.debtor, len(x.blocks)) for x in waiting[:MAX_NAMES]),
             lent=tuple(Debt(d, self.lent_to(d)) for d in debtors),
             place=self.terms.location,

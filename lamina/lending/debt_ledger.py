@@ -109,7 +109,7 @@ class DebtLedger:
 
     def _may_lend(self, entry: LedgerEntry, query: CandidatesRequest) -> bool:
         beat = entry.heartbeat
-        is_first = (query.since, query.debtor) < (beat.since, beat.name)  # else it lacks memory itself
+        is_first = (query.since, query.debtor) <= (beat.since, beat.first or beat.name)
         return beat.name != query.debtor and beat.number > entry.refused and is_first
 
 

@@ -212,7 +212,8 @@ class Debtor:
         return self._begin_search(now)  # for the rest
 
     def _refused(self, message: LoanRefused, now: float) -> list[Outgoing]:
-        outgoing: list[Outgoing] = [(LEDGER, CreditorRefused(creditor=message.creditor, beat=message.beat))]
+        told: Outgoing = LEDGER, CreditorRefused(creditor=message.creditor, beat=message.beat)
+        outgoing = [told] if message.for_all else []
         search = self._search
         if search is None or search.ask != message.number:
             return outgoing

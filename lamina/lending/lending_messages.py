@@ -70,8 +70,9 @@ Leases = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NAMES)]
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """Instance -> ledger, periodically. ``free``: blocks that it would lend now. ``cap``, ``debtor_cap``: the most that
-    it lends in total, and to one debtor. ``since``: of its own claim; it lends only to earlier ones. ``waiting``: what
-    claims have that wait for more, its own too: earlier claims would get that.
+    it lends in total, and to one debtor. ``since``, ``first``: time and instance of the claim for which it keeps its
+    blocks, its own or one that it has refused; it lends only to this and earlier ones. ``waiting``: what claims have
+    that wait for more, its own too: earlier claims would get that.
     """
 
     name: Name
@@ -81,6 +82,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     debtor_cap: Count
     lent: Debts = ()
     since: Since = NEVER
+    first: Text = ""  # "": its own
     waiting: Annotated[tuple[WaitingDebt, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
     place: Text = ""  # parts by "/", the widest first: zone/rack/host
     address: Text = ""  # where debtors connect, HOST:PORT
@@ -131,16 +133,19 @@ class LoanGranted(msgspec.Struct, frozen=True, kw_only=True, tag="loan-granted")
 
 
 class LoanRefused(msgspec.Struct, frozen=True, kw_only=True, tag="loan-refused"):
-    """Creditor -> debtor: no blocks. ``beat``: the number of the creditor's last heartbeat."""
+    """Creditor -> debtor: no blocks. ``beat``: the number of the creditor's last heartbeat. ``for_all``: whether any
+    debtor would be refused.
+    """
 
     number: Number
     creditor: Name
     beat: Number
     why: Text = ""
+    for_all: bool = True
 
 
 class CreditorRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refusing"):
-    """Debtor -> ledger: this creditor has refused, when its last heartbeat was ``beat``."""
+    """Debtor -> ledger: this creditor has refused, for all debtors, when its last heartbeat was ``beat``."""
 
     creditor: Name
     beat: Number

@@ -147,6 +147,35 @@ def test_an_earlier_claim_without_room_gets_that_of_later_ones_which_wait_for_mo
     assert isinstance(at.answer_request(claim("e", 3, 2, 70.0), 2.0), LoanGranted), "nothing is kept for it any more"
 
 
+def test_a_refusal_of_one_claim_or_debtor_holds_for_nobody_else() -> None:
+    since = NEVER
+    at = Creditor("c", 20, LendingTerms(12, 8), lacks_since=lambda: since)
+
+    def holds_for_all(ask: LoanRequest) -> bool:
+        answer = at.answer_request(ask, 0.0)
+        assert isinstance(answer, LoanRefused)
+        return answer.for_all
+
+    assert not holds_for_all(claim("d", 1, 9, 60.0)), "others may have something"
+    assert isinstance(at.answer_request(claim("d", 2, 8, 60.0), 0.0), LoanGranted)
+    assert holds_for_all(claim("e", 1, 8, 60.0))
+    since = 50.0
+    assert not holds_for_all(claim("e", 2, 2, 60.0)), "earlier ones are served"
+    since = NEVER
+    at.answer_request(claim("c", 1, 11, 70.0), 0.0)
+    assert holds_for_all(claim("b", 1, 2, 40.0))
+    assert not holds_for_all(claim("e", 3, 1, 60.0)), "the one that waits is served"
+
+
+def test_the_ledger_knows_the_claim_for_which_room_is_kept() -> None:
+    at = Creditor("c", 8, LendingTerms(8, 8), lacks_since=lambda: 55.0)
+    at.answer_request(claim("c", 1, 8, 55.0), 0.0)
+    assert (at.heartbeat(0.0).since, at.heartbeat(0.0).first) == (55.0, "c")
+    assert isinstance(at.answer_request(claim("d", 1, 8, 50.0), 0.0), LoanRefused)
+    assert (at.heartbeat(1.0).since, at.heartbeat(1.0).first) == (50.0, "d")
+    assert at.heartbeat(RESERVE_S + 0.1).first == "c"
+
+
 def test_room_is_kept_for_an_earlier_claim_for_a_while() -> None:
     at = Creditor("c", 8, LendingTerms(8, 8))
     at.answer_request(claim("d", 1, 8, 60.0), 0.0)

@@ -78,6 +78,18 @@ def test_what_one_debtor_may_have_is_counted() -> None:
     assert ledger.debts(0.0) == {("d", "c"): 6}
 
 
+def test_room_that_is_kept_for_a_claim_is_proposed_to_it_and_to_earlier_ones_alone() -> None:
+    ledger = of(beat("c", 9, since=50.0, first="d"), beat("a", 9, since=50.0))
+
+    def proposed(debtor: str, since: float) -> list[str]:
+        query = CandidatesRequest(debtor=debtor, number=1, blocks=1, since=since)
+        return sorted(c.name for c in ledger.answer(query, 0.0).creditors)
+
+    assert proposed("d", 50.0) == ["c"], "a is short of memory itself, and goes first by its name"
+    assert proposed("e", 50.0) == []
+    assert proposed("e", 40.0) == ["a", "c"]
+
+
 def test_a_ledger_that_begins_anew_hears_of_refusals_before_heartbeats() -> None:
     """One that is older than the refusal comes late: its sender refuses still."""
     ledger = DebtLedger(3.0)

@@ -43,6 +43,12 @@ def test_it_asks_in_turn_until_one_grants() -> None:
     assert debtor.loans["b", 0].until == 0.2 + 9.0, "from the ask on, and a part earlier"
 
 
+def test_a_refusal_that_holds_for_it_alone_is_no_news_for_the_ledger() -> None:
+    debtor = searching()
+    out = debtor.on_message(LoanRefused(number=2, creditor="a", beat=7, for_all=False), 0.2)
+    assert out == [("b", LoanRequest(debtor="d", number=3, blocks=5))]
+
+
 def test_it_asks_for_as_much_as_one_has_and_goes_on_for_the_rest() -> None:
     debtor = searching(5, Candidate("a", "", 2))
     assert debtor.on_message(granted(2, "a", blocks=2), 0.2) == [
