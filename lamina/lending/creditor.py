@@ -173,7 +173,7 @@ class Creditor:
         """Return messages that bring back what a refused request lacks, of later claims that wait for more; also of
         this instance's own.
         """
-        if not ask.since:
+        if not ask.since or not self._may_lend_to(ask):
             return []
         later = [x for x in self.leases.values() if x.is_waiting and x.since and x.claim > (ask.since, ask.debtor)]
         return self._recall(sorted(later, key=lambda x: x.claim, reverse=True), ask.blocks - self.free_blocks)
@@ -191,8 +191,15 @@ class Creditor:
     def _reserve(self, ask: LoanRequest, now: float) -> None:
         """Keep later claims out for a while if a request has found no room."""
         claim, had = (ask.since, ask.debtor), self._reserved
-        if ask.since and ask.blocks > self.free_blocks and (had is None or had[1] <= now or claim <= had[0]):
+        if not ask.since or ask.blocks <= self.free_blocks or not self._may_lend_to(ask):
+            return
+        if had is None or had[1] <= now or claim <= had[0]:
             self._reserved = claim, now + RESERVE_S
+
+    def _may_lend_to(self, ask: LoanRequest) -> bool:
+        """Return whether more room would help a request. If not, it is refused anyway."""
+        is_behind = (self._lacks_since(), self.name) < (ask.since, ask.debtor)
+        return ask.debtor == self.name or not (is_behind or self._busy())
 
     def _refuses_all(self, ask: LoanRequest, now: float) -> bool:
         """Return whether a refused request would be refused to any debtor: not for its claim, nor for what its debtor
@@ -218,10 +225,11 @@ class Creditor:
         """Return the next heartbeat."""
         self.expire(now)
         self._heartbeat_number += 1
-        waiting = [x for x in self.leases.values() if x.is_waiting and x.since]
+        busy = self._busy()
+        waiting = [] if busy else [x for x in self.leases.values() if x.is_waiting and x.since]
         debtors = sorted({x.debtor for x in self.leases.values()} - {self.name})
         first = self._first_claim(now)
-        room = 0 if self._busy() else min(self.free_blocks, self.terms.max_lent - self.lent_blocks)
+        room = 0 if busy else min(self.free_blocks, self.terms.max_lent - self.lent_blocks)
         return Heartbeat(
             name=self.name,
             number=self._heartbeat_number,

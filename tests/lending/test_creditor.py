@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from lamina.lending.creditor import RESERVE_S, Creditor, LendingTerms
 from lamina.lending.lending_messages import NEVER, Debt, LoanGranted, LoanRefused, LoanRequest, Renew
 
@@ -165,6 +167,23 @@ def test_a_refusal_of_one_claim_or_debtor_holds_for_nobody_else() -> None:
     at.answer_request(claim("c", 1, 11, 70.0), 0.0)
     assert holds_for_all(claim("b", 1, 2, 40.0))
     assert not holds_for_all(claim("e", 3, 1, 60.0)), "the one that waits is served"
+
+
+def test_nothing_is_taken_or_kept_for_a_request_that_is_refused_anyway() -> None:
+    busy, since = "", NEVER
+    at = Creditor("c", 8, LendingTerms(8, 8), busy=lambda: busy, lacks_since=lambda: since)
+    at.answer_request(claim("e", 1, 6, 70.0), 0.0)
+    assert [x.debtor for x in at.heartbeat(0.0).waiting] == ["e"]
+    first = claim("b", 1, 4, 50.0)
+    for busy, since in (("guests read 10 of 10 Gb/s", NEVER), ("", 40.0)):
+        first = msgspec.structs.replace(first, number=first.number + 1)
+        assert isinstance(at.answer_request(first, 0.0), LoanRefused)
+        assert at.outdone_by(first) == []
+        assert at.heartbeat(0.0).first == "c", "no room is kept"
+        assert bool(at.heartbeat(0.0).waiting) != bool(busy), "nobody is sent for it"
+    busy, own = "guests read 10 of 10 Gb/s", claim("c", 1, 4, 40.0)
+    assert isinstance(at.answer_request(own, 0.0), LoanRefused)
+    assert [o.lease for o in at.outdone_by(own)] == [0], "its own is not refused for these reasons"
 
 
 def test_the_ledger_knows_the_claim_for_which_room_is_kept() -> None:

@@ -115,10 +115,10 @@ class LendingOracle:
         self._kept_next = kept, until = self._kept.get(one.name, (NOBODY, 0.0))
         if until > now and kept < claim:
             return False
-        if ask.since and ask.blocks > of.blocks - used and (until <= now or claim <= kept):
-            self._kept_next = claim, now + RESERVE_S
         if of.one_way and one.lacks and (one.since, one.name) < claim:
             return False
+        if ask.since and ask.blocks > of.blocks - used and (until <= now or claim <= kept):
+            self._kept_next = claim, now + RESERVE_S
         fits = ask.blocks <= min(of.blocks - used, of.cap - lent, of.debtor_cap - had)
         if fits and kept == claim:
             self._kept_next = NOBODY, 0.0
