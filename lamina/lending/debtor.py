@@ -30,6 +30,7 @@ from .lending_messages import (
 LEDGER = ""  # the ledger's name as an address; instances have names of their own
 SAFETY_FACTOR = 0.9  # part of a lease that the debtor uses, as its clock may be slower than the creditor's
 RENEWALS = 3  # in the time of a lease
+NEWS_S = 0.3  # at least between renewals that tell a change: requests may end many times in a second
 MAX_OPEN_RENEWALS = 64  # remembered renewals without a reply
 Outgoing = tuple[str, msgspec.Struct]
 
@@ -89,6 +90,8 @@ class Debtor:
     _search: _Search | None = None
     _search_at: float = 0.0
     _renew_at: float = float("inf")
+    _told: tuple[float, bool] | None = None  # its claim's time and whether it waits; None: not all creditors know
+    _news_at: float = 0.0  # when a renewal may tell a change of these, before it is due
     _open: dict[int, _Open] = field(default_factory=dict)
     _number: int = 0
 
@@ -102,6 +105,10 @@ class Debtor:
         """Return whether it may get more than it has."""
         return self.num_wanted > 0 or self._search is not None
 
+    @property
+    def _waits(self) -> bool:
+        return self.is_waiting or self.is_seeking
+
     def blocks_of(self, creditor: str) -> int:
         """Return the blocks borrowed from ``creditor``."""
         return sum(b.blocks for b in self.loans.values() if b.creditor == creditor)
@@ -110,7 +117,8 @@ class Debtor:
         """End expired leases, and return messages that are due: renewals, the next loan request, a new query."""
         self.expire(now)
         out: list[Outgoing] = []
-        if now >= self._renew_at:
+        has_news = bool(self.loans) and self._told != (self.since, self._waits)
+        if now >= (min(self._renew_at, self._news_at) if has_news else self._renew_at):
             out += self._renew(now)
         search = self._search
         if search is not None and now - search.since > self.terms.answer_s:
@@ -207,6 +215,7 @@ class Debtor:
         if until <= now:
             return back
         self.loans[key] = Borrowed(*key, message.blocks, until, message.lease_s)
+        self._told = None
         self._renew_at = min(self._renew_at, now + message.lease_s / RENEWALS)
         self.num_wanted = max(0, self.num_wanted - message.blocks)
         return self._begin_search(now)  # for the rest
@@ -224,12 +233,12 @@ class Debtor:
     def _renew(self, now: float) -> list[Outgoing]:
         out: list[Outgoing] = []
         self._renew_at = min((now + b.lease_s / RENEWALS for b in self.loans.values()), default=float("inf"))
+        self._told, self._news_at = (self.since, self._waits), now + NEWS_S
         for creditor in sorted({b.creditor for b in self.loans.values()}):
             held = tuple(b.lease for b in self.loans.values() if b.creditor == creditor)
             number = self._count()
             self._open[number] = _Open(creditor, now, held)
-            waits = self.is_waiting or self.is_seeking
-            renew = Renew(debtor=self.name, number=number, leases=held, since=self.since, is_waiting=waits)
+            renew = Renew(debtor=self.name, number=number, leases=held, since=self.since, is_waiting=self._waits)
             out.append((creditor, renew))
         while len(self._open) > MAX_OPEN_RENEWALS:
             del self._open[min(self._open)]

@@ -94,6 +94,22 @@ def test_leases_are_renewed_and_end_by_themselves() -> None:
     assert debtor.num_borrowed == 0
 
 
+def test_creditors_hear_at_once_whether_it_waits_and_of_which_claim() -> None:
+    """One that has all it needs would otherwise lose it to an earlier claim that finds no room."""
+    debtor = searching()
+    assert debtor.is_seeking
+    debtor.on_message(granted(2, "a"), 0.2)
+    told = list[tuple[float, float, bool]]()
+    changes = (0.2, 0.0, False), (0.6, 0.0, False), (0.9, 0.0, True), (1.0, 7.0, True), (1.3, 8.0, True), (2.0, 8.0, True)
+    for now, debtor.since, debtor.is_waiting in changes:
+        sent = [m for to, m in debtor.tick(now) if to == "a"]
+        told += [(now, m.since, m.is_waiting) for m in sent if isinstance(m, Renew)]
+    assert told == [(0.2, 0.0, False), (0.9, 0.0, True), (1.3, 8.0, True)], "changes in quick succession are told once"
+    debtor.give_back("a", 0)
+    debtor.since = 9.0
+    assert debtor.tick(2.4) == []
+
+
 def test_what_is_not_renewed_is_wanted_back() -> None:
     debtor = searching()
     debtor.on_message(granted(2, "a"), 0.2)
