@@ -175,7 +175,8 @@ def test_nothing_is_taken_or_kept_for_a_request_that_is_refused_anyway() -> None
     at.answer_request(claim("e", 1, 6, 70.0), 0.0)
     assert [x.debtor for x in at.heartbeat(0.0).waiting] == ["e"]
     first = claim("b", 1, 4, 50.0)
-    for busy, since in (("guests read 10 of 10 Gb/s", NEVER), ("", 40.0)):
+    for reason, own_since in (("guests read 10 of 10 Gb/s", NEVER), ("", 40.0)):
+        busy, since = reason, own_since
         first = msgspec.structs.replace(first, number=first.number + 1)
         assert isinstance(at.answer_request(first, 0.0), LoanRefused)
         assert at.outdone_by(first) == []

@@ -100,7 +100,14 @@ def test_creditors_hear_at_once_whether_it_waits_and_of_which_claim() -> None:
     assert debtor.is_seeking
     debtor.on_message(granted(2, "a"), 0.2)
     told = list[tuple[float, float, bool]]()
-    changes = (0.2, 0.0, False), (0.6, 0.0, False), (0.9, 0.0, True), (1.0, 7.0, True), (1.3, 8.0, True), (2.0, 8.0, True)
+    changes = (
+        (0.2, 0.0, False),
+        (0.6, 0.0, False),
+        (0.9, 0.0, True),
+        (1.0, 7.0, True),
+        (1.3, 8.0, True),
+        (2.0, 8.0, True),
+    )
     for now, debtor.since, debtor.is_waiting in changes:
         sent = [m for to, m in debtor.tick(now) if to == "a"]
         told += [(now, m.since, m.is_waiting) for m in sent if isinstance(m, Renew)]

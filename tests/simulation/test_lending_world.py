@@ -116,7 +116,7 @@ def _try_seeds() -> None:
 
 
 CONTESTS = 2000
-EARLIER_FIRST = 0  # a seed by which the first one's clock is behind the last one's
+EARLIER_FIRST = 0  # a seed by which the first claim is earlier than the last one
 
 
 @pytest.mark.long
