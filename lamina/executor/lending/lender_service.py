@@ -131,7 +131,7 @@ class LenderService:
             self._ledger.close()
 
     def reclaimable(self, used: int) -> int:
-        """See Creditor."""
+        """Return the blocks that can come for this process's claim, beyond ``used`` that it uses."""
         with self._lock:
             return self.creditor.reclaimable(used, time.monotonic())
 
