@@ -160,9 +160,10 @@ class Creditor:
         return own + self.free_blocks + sum(len(x.blocks) for x in self._later())
 
     def _later(self) -> list[Lease]:
-        """Return the leases of others that its own claim may take back."""
+        """Return the leases of others that its own claim may take back: all but those of earlier claims."""
         own = self._lacks_since(), self.name
-        return [x for x in self.leases.values() if x.debtor != self.name and (own[0] == NEVER or x.claim > own)]
+        kept = () if own[0] == NEVER else {n for n, x in self.leases.items() if x.since and x.claim < own}
+        return [x for n, x in self.leases.items() if x.debtor != self.name and n not in kept]
 
     def _first_claim(self, now: float) -> Claim:
         """Return the claim for which free blocks are kept: its own, or an earlier one that found no room."""

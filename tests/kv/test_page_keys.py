@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lamina.kv.page_keys import KEY_TOKENS, ChainRoot, Identity, page_key, prefix_keys, root_key, tenant_of, tenant_tag
 from lamina.kv.pages import PAGE
-from lamina.scheduler.sequence import FULL_ATTENTION_SALT
+from lamina.scheduler.sparsity.kept_kv import FULL_ATTENTION_SALT
 
 SECRET = b"s" * 32
 IDENTITY = Identity("weights", ("layer 0", "layer 1"), "rope", "bfloat16", "int8")
