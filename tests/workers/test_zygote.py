@@ -24,7 +24,13 @@ import pytest
 
 from lamina.executor.launchers import local, zygote_client
 from lamina.executor.launchers.local import ProcessWorker, spawn
-from lamina.executor.launchers.zygote_client import ForkedProcess, OwnedZygote, ZygoteManager
+from lamina.executor.launchers.zygote_client import (
+    ForkedProcess,
+    OwnedZygote,
+    ZygoteClient,
+    ZygoteLostError,
+    ZygoteManager,
+)
 from lamina.executor.stall_detector import STOPPED_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -316,6 +322,17 @@ def test_a_warm_process_that_is_stopped_is_replaced_as_soon_as_a_worker_is(
     assert after.sock.recv(1) == b"", "no order that was not read holds the link's other end"
     assert not before.process.has_ended()
     assert before.end() is None
+
+
+def test_a_warm_process_that_has_closed_its_socket_has_ended() -> None:
+    """A process that is killed closes its descriptors before its parent can wait for it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control, other = socket.socketpair()
+    theirs.close()
+    warm = ZygoteClient({}, ours)
+    with control, other, pytest.raises(ZygoteLostError, match="^the zygote has ended$"):
+        warm.fork("probe", [], {}, control)
+    warm.close()
 
 
 def test_a_worker_whose_warm_process_is_stopped_starts_workers_from_one_of_its_own(

@@ -145,6 +145,9 @@ class ZygoteClient:
             fds += [self._order_socket.fileno()] if starts else []
             try:
                 socket.send_fds(self._order_socket, [b"0"], fds, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            except (BrokenPipeError, ConnectionResetError) as error:  # before its end can be waited for
+                ours.close()
+                raise ZygoteLostError("the zygote has ended") from error
             except OSError as error:
                 ours.close()
                 raise ZygoteLostError(f"the zygote accepts no order ({error.strerror})") from error
