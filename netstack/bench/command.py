@@ -59,9 +59,9 @@ def usable_transports(key: bytes) -> list[str]:
     return schemes
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(program: str) -> argparse.ArgumentParser:
     text = (__doc__ or "").split(": ", 1)[1]
-    result = argparse.ArgumentParser(prog="python -m lamina.netstack bench", description=text, allow_abbrev=False)
+    result = argparse.ArgumentParser(prog=program, description=text, allow_abbrev=False)
     add = result.add_argument
     add("--transport", metavar="NAME[,NAME...]", help=f"of {', '.join(SCHEMES)} (default: all that work here)")
     add("--pattern", default="rtt", metavar="NAME[,NAME...]", help=f"of {', '.join(PATTERNS)} (default: %(default)s)")
@@ -178,9 +178,11 @@ def rates_of(text: str) -> list[float]:
     return rates
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 = done, 1 = a peer was lost, 2 = bad input (one line on stderr), 130 = interrupted."""
-    args = parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, program: str = "python -m lamina.netstack bench") -> int:
+    """Return the exit status: 0 = done, 1 = a peer was lost, 2 = bad input (one line on stderr), 130 = interrupted.
+    ``program``: the command in the usage line.
+    """
+    args = parser(program).parse_args(argv)
     try:
         return _main(args)
     except (ValueError, ImportError, OSError) as error:

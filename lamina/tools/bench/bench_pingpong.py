@@ -17,4 +17,4 @@ def run(args: argparse.Namespace) -> int:
     """Run ``lamina.netstack.bench``. Returns its exit status."""
     from lamina.netstack import bench
 
-    return bench.main(args.argv)
+    return bench.main(args.argv, "lamina-launch bench pingpong")

@@ -129,6 +129,9 @@ def test_pingpong_is_netstacks_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "pingpong", "--transport", "shm", "--sizes", "8", "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["transports"] == ["shm"]
     assert main(["bench", "pingpong", "--transport", "pigeon", "--dry-run"]) == 2
+    with pytest.raises(SystemExit):
+        main(["bench", "pingpong", "--help"])
+    assert capsys.readouterr().out.startswith("usage: lamina-launch bench pingpong ")
 
 
 def test_a_trace_whose_kind_is_named_too_gets_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
