@@ -28,7 +28,8 @@ from .lending_messages import (
     WaitingDebt,
 )
 
-RESERVE_S = 10.0  # seconds without a request, after which an earlier claim no longer keeps later ones out
+# Seconds without a request, after which an earlier claim no longer keeps later ones out. Most debtors tell its end.
+RESERVE_S = 10.0
 Claim = tuple[float, str]  # its time, and its instance: the smaller one goes first
 
 
@@ -105,6 +106,7 @@ class Creditor:
         last, answer = self.answered.get(ask.debtor, (-1, None))
         if ask.number <= last:
             return answer if ask.number == last else None
+        self._forget_claims(ask.debtor, but=ask.since)
         why = self.refusal_reason(ask, now)
         if why:
             self._reserve(ask, now)
@@ -134,6 +136,8 @@ class Creditor:
     def renew(self, message: Renew, now: float) -> Renewed:
         """Extend a debtor's leases."""
         self.expire(now)
+        if message.number > self.answered.get(message.debtor, (-1, None))[0]:
+            self._forget_claims(message.debtor, but=message.since if message.is_waiting else NEVER)
         kept = []
         for number in message.leases:
             lease = self.leases.get(number)
@@ -197,10 +201,16 @@ class Creditor:
         if had is None or had[1] <= now or claim <= had[0]:
             self._reserved = claim, now + RESERVE_S
 
+    def _forget_claims(self, debtor: str, but: float) -> None:
+        """Keep no more room for a claim of ``debtor`` that has ended: its claim is of the time ``but`` now."""
+        if self._reserved is not None and self._reserved[0][1] == debtor and self._reserved[0][0] != but:
+            self._reserved = None
+
     def _may_lend_to(self, ask: LoanRequest) -> bool:
         """Return whether more room would help a request. If not, it is refused anyway."""
         is_behind = (self._lacks_since(), self.name) < (ask.since, ask.debtor)
-        return ask.debtor == self.name or not (is_behind or self._busy())
+        is_too_much = ask.blocks > self.terms.max_lent_per_debtor - self.lent_to(ask.debtor)
+        return ask.debtor == self.name or not (is_behind or is_too_much or self._busy())
 
     def _refuses_all(self, ask: LoanRequest, now: float) -> bool:
         """Return whether a refused request would be refused to any debtor: not for its claim, nor for what its debtor

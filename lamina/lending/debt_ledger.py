@@ -109,8 +109,8 @@ class DebtLedger:
 
     def _may_lend(self, entry: LedgerEntry, query: CandidatesRequest) -> bool:
         beat = entry.heartbeat
-        is_first = (query.since, query.debtor) <= (beat.since, beat.first or beat.name)
-        return beat.name != query.debtor and beat.number > entry.refused and is_first
+        is_in_turn = beat.first == query.debtor or (query.since, query.debtor) <= (beat.since, beat.first or beat.name)
+        return beat.name != query.debtor and beat.number > entry.refused and is_in_turn
 
 
 def _order(entry: LedgerEntry, room: int, query: CandidatesRequest) -> tuple[int, bool, int, str]:

@@ -92,6 +92,7 @@ class Debtor:
     _renew_at: float = float("inf")
     _told: tuple[float, bool] | None = None  # its claim's time and whether it waits; None: not all creditors know
     _news_at: float = 0.0  # when a renewal may tell a change of these, before it is due
+    _refused_by: dict[str, float] = field(default_factory=dict)  # creditor -> time of the claim
     _open: dict[int, _Open] = field(default_factory=dict)
     _number: int = 0
 
@@ -117,7 +118,7 @@ class Debtor:
         """End expired leases, and return messages that are due: renewals, the next loan request, a new query."""
         self.expire(now)
         out: list[Outgoing] = []
-        has_news = bool(self.loans) and self._told != (self.since, self._waits)
+        has_news = bool(self._ended_claims() or (self.loans and self._told != (self.since, self._waits)))
         if now >= (min(self._renew_at, self._news_at) if has_news else self._renew_at):
             out += self._renew(now)
         search = self._search
@@ -227,6 +228,8 @@ class Debtor:
         if search is None or search.ask != message.number:
             return outgoing
         self.refusals += 1
+        if self.since:
+            self._refused_by[message.creditor] = self.since
         return outgoing + self._next_ask(search, now)
 
     # Renewal of leases
@@ -234,15 +237,21 @@ class Debtor:
         out: list[Outgoing] = []
         self._renew_at = min((now + b.lease_s / RENEWALS for b in self.loans.values()), default=float("inf"))
         self._told, self._news_at = (self.since, self._waits), now + NEWS_S
-        for creditor in sorted({b.creditor for b in self.loans.values()}):
+        ended = self._ended_claims()
+        for creditor in sorted({b.creditor for b in self.loans.values()} | ended):
             held = tuple(b.lease for b in self.loans.values() if b.creditor == creditor)
             number = self._count()
             self._open[number] = _Open(creditor, now, held)
             renew = Renew(debtor=self.name, number=number, leases=held, since=self.since, is_waiting=self._waits)
             out.append((creditor, renew))
+        self._refused_by = {creditor: since for creditor, since in self._refused_by.items() if creditor not in ended}
         while len(self._open) > MAX_OPEN_RENEWALS:
             del self._open[min(self._open)]
         return out
+
+    def _ended_claims(self) -> set[str]:
+        """Return the creditors that may keep room for a claim that has ended."""
+        return {creditor for creditor, since in self._refused_by.items() if since != self.since or not self._waits}
 
     def _renewed(self, message: Renewed) -> None:
         """Extend renewed leases. A lease that its creditor does not renew is recalled."""

@@ -152,8 +152,9 @@ class CreditorRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refusing")
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
-    """Debtor -> creditor, a few times within each lease: all that it has of that creditor. The reply is Renewed.
-    ``since``: of its claim now. ``is_waiting``: whether it lacks more, so that it does not use the leases yet.
+    """Debtor -> creditor, a few times within each lease: all that it has of that creditor. Also to one that has refused
+    a claim, once this has ended. The reply is Renewed. ``since``: of its claim now. ``is_waiting``: whether it lacks
+    more, so that it does not use the leases yet.
     """
 
     debtor: Name

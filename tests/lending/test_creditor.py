@@ -203,3 +203,42 @@ def test_room_is_kept_for_an_earlier_claim_for_a_while() -> None:
     at.end_lease(0)
     assert "came earlier" in why(at.answer_request(claim("d", 2, 8, 60.0), RESERVE_S - 0.1))
     assert isinstance(at.answer_request(claim("d", 3, 8, 60.0), RESERVE_S + 0.1), LoanGranted), "it may be gone"
+
+
+def test_room_that_is_kept_for_a_debtors_request_is_there_for_its_next_one() -> None:
+    at = Creditor("c", 8, LendingTerms(8, 8))
+    at.answer_request(claim("e", 1, 6, 70.0), 0.0)
+    assert isinstance(at.answer_request(claim("d", 1, 8, 40.0), 0.0), LoanRefused)
+    assert isinstance(at.answer_request(claim("d", 2, 2, 80.0), 1.0), LoanGranted), "its first request has ended"
+    at.end_lease(0)
+    assert isinstance(at.answer_request(claim("e", 2, 6, 70.0), 1.0), LoanGranted), "nothing is kept for that one"
+
+
+def test_nothing_is_taken_or_kept_for_more_than_a_debtor_may_have() -> None:
+    at = Creditor("c", 8, LendingTerms(8, 4))
+    at.answer_request(claim("e", 1, 4, 70.0), 0.0)
+    at.answer_request(claim("b", 1, 2, 50.0), 0.0)
+    more = claim("b", 2, 3, 50.0)
+    assert isinstance(at.answer_request(more, 0.0), LoanRefused)
+    assert at.outdone_by(more) == []
+    assert at.heartbeat(0.0).first == "c", "no room is kept"
+    assert isinstance(at.answer_request(claim("f", 1, 2, 80.0), 0.0), LoanGranted)
+    own = claim("c", 1, 8, 40.0)
+    assert isinstance(at.answer_request(own, 0.0), LoanRefused)
+    assert [o.lease for o in at.outdone_by(own)] == [2, 0, 1], "its own requests have no limit"
+
+
+def test_room_is_kept_until_its_debtor_waits_no_longer() -> None:
+    at = Creditor("c", 8, LendingTerms(8, 8))
+
+    def is_kept_after(number: int, since: float, *, is_waiting: bool) -> bool:
+        at.renew(Renew(debtor="b", number=number, leases=(), since=since, is_waiting=is_waiting), 0.0)
+        return at.heartbeat(0.0).first == "b"
+
+    at.answer_request(claim("d", 1, 6, 60.0), 0.0)
+    at.answer_request(claim("b", 4, 8, 50.0), 0.0)
+    assert is_kept_after(5, 50.0, is_waiting=True)
+    assert is_kept_after(3, 40.0, is_waiting=False), "it was sent before the request"
+    assert not is_kept_after(6, 50.0, is_waiting=False)
+    at.answer_request(claim("b", 7, 8, 50.0), 0.0)
+    assert not is_kept_after(8, 70.0, is_waiting=True), "it waits for another request"

@@ -86,6 +86,7 @@ def test_room_that_is_kept_for_a_claim_is_proposed_to_it_and_to_earlier_ones_alo
         return sorted(c.name for c in ledger.answer(query, 0.0).creditors)
 
     assert proposed("d", 50.0) == ["c"], "a is short of memory itself, and goes first by its name"
+    assert proposed("d", 60.0) == ["c"], "what is kept for its earlier request is there for its next one"
     assert proposed("e", 50.0) == []
     assert proposed("e", 40.0) == ["a", "c"]
 

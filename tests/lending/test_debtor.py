@@ -117,6 +117,21 @@ def test_creditors_hear_at_once_whether_it_waits_and_of_which_claim() -> None:
     assert debtor.tick(2.4) == []
 
 
+def test_who_has_refused_hears_when_it_waits_no_longer() -> None:
+    """Else room would be kept for it, and others wait in vain."""
+    debtor = searching(5, Candidate("a", "", 9))
+    debtor.since, debtor.is_waiting = 7.0, True
+    debtor.on_message(LoanRefused(number=2, creditor="a", beat=7), 0.2)
+    assert debtor.tick(0.3) == [], "it waits still"
+    debtor.num_wanted, debtor.since, debtor.is_waiting = 0, 0.0, False
+    ((to, renew),) = debtor.tick(1.0)
+    assert to == "a"
+    assert isinstance(renew, Renew)
+    assert (renew.leases, renew.is_waiting) == ((), False)
+    debtor.since = 9.0
+    assert debtor.tick(2.0) == [], "once"
+
+
 def test_what_is_not_renewed_is_wanted_back() -> None:
     debtor = searching()
     debtor.on_message(granted(2, "a"), 0.2)

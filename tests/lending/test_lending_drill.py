@@ -57,7 +57,7 @@ def test_what_is_wrong_stands_out() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_drill_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Path(__file__).resolve().parents[3] / "examples" / "tiny_lm" / "model"
+    model = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
     assert main([str(model), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     told = json.loads(line)

@@ -49,6 +49,11 @@ def test_without_a_ledger_loans_go_on() -> None:
     assert check_lending(often).granted > check_lending(calm).granted / 4
 
 
+def test_a_late_request_of_a_claim_that_has_ended_keeps_room_for_a_while() -> None:
+    """It comes after the last one that its debtor sent, so it looks like a new one. Others wait for RESERVE_S."""
+    assert check_lending(lending_scenario(193000385)).borrowed == 36
+
+
 def _old_heartbeats_too(self: DebtLedger, beat: Any, now: float) -> bool:
     self.entries[beat.name] = LedgerEntry(beat, now)
     return True

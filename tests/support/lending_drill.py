@@ -119,15 +119,15 @@ class LendingDrill:
         right = before.get(dead, 0) > 0 and again is not None and any(lent.values())
         return self._scene(reading, right, f"{_said(before)} was lost, and then borrowed {_said(lent)}")
 
-    def recall(self) -> Scene:
-        """The server that lends needs its memory itself."""
+    def need_lent_memory(self) -> Scene:
+        """The server that lends needs its memory itself, for a later request: this waits for the debtor's end."""
         reading = self._begun(self._fixture.debtor)
         lent = self._fixture.lent()
         own = StreamReader(self._fixture.lender.url, self._body, SILENCE_S)
         first = seconds_until(lambda: own.tokens or own.has_ended, SILENCE_S)
         at = reading.tokens
         same = own.join().ids.get(0) == self._wanted
-        right = same and any(lent.values()) and at < len(self._wanted)
+        right = same and any(lent.values()) and at == len(self._wanted)
         what = f"its owner had {_said(lent)} back after {first or 0.0:.1f} s, at token {at} of the debtor's"
         return self._scene(reading, right, what)
 
@@ -203,7 +203,7 @@ def _said(lent: dict[str, int]) -> str:
 SCENES: dict[str, Callable[[LendingDrill], Scene]] = {
     "nobody is hit": LendingDrill.run_undisturbed,
     "creditor killed": LendingDrill.kill_creditor,
-    "lent memory recalled": LendingDrill.recall,
+    "lent memory needed": LendingDrill.need_lent_memory,
     "ledger killed": LendingDrill.kill_ledger,
     "creditor cut off": LendingDrill.cut_off,
     "debtor killed": LendingDrill.kill_debtor,

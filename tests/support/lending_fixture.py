@@ -47,6 +47,12 @@ class DrillSizes(NamedTuple):
         lent = self.loan // 2 + SPARE_BYTES
         return self.pool + lent, f"lend: {{share: {lent / (self.pool + lent):.6f}}}"
 
+    @property
+    def both(self) -> tuple[int, str]:
+        """The same of a server that lends as much as it borrows."""
+        kv_bytes, entry = self.lending
+        return kv_bytes, f"{entry}\n{self.borrowing[1]}"
+
 
 class StartedCommand(NamedTuple):
     """A sub-command in a process of its own. ``first_line``: its first line."""
@@ -73,7 +79,8 @@ class DebtorServer(Target):
 
     def metrics(self) -> str:
         """The text of its /metrics. Raises OSError."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=60.0) as answer:
+        asked = urllib.request.Request(self.url + "/metrics", headers=self.operator_headers)
+        with urllib.request.urlopen(asked, timeout=60.0) as answer:
             return str(answer.read().decode())
 
 
@@ -101,35 +108,23 @@ class StreamReader:
         return self.record
 
 
-class LendingFixture:
-    """All of them. ``creditor`` is the host that lends, ``debtor`` and ``lender`` are the servers."""
+class LendingProcesses:
+    """A ledger and servers, with one key of their cluster."""
 
-    def __init__(self, model: str, sizes: DrillSizes) -> None:
+    def __init__(self) -> None:
         """Raises OSError where something does not start."""
-        self._key, self._sizes, self._started = secrets.token_bytes(32), sizes, list[StartedCommand]()
+        self._key, self._started = secrets.token_bytes(32), list[StartedCommand]()
         self._targets, self._folder = list[DebtorServer](), tempfile.TemporaryDirectory()
         self._environment = {**os.environ, KEY: self._key.hex()}
         try:
             self.start_ledger(f"127.0.0.1:{free_port()}")  # not by 0: it is to be taken again
-            self.start_creditor()
-            self.debtor = self._serve(model, *sizes.borrowing)
-            self.lender = self._serve(model, *sizes.lending)
         except BaseException:
             self.end()
             raise
 
     def start_ledger(self, place: str) -> None:
-        self.ledger = self._start("ledger", "serve", place)
+        self.ledger = self.start("ledger", "serve", place)
         self.place = self.ledger.first_line.rpartition(" ")[2]
-
-    def start_creditor(self) -> None:
-        """Start a host that lends. It has more than the server that lends, so it is asked first."""
-        memory = str(self._sizes.loan + 2 * BLOCK_BYTES)
-        self.creditor = self._start("lend", "--ledger", self.place, "--lend-memory", memory)
-
-    @property
-    def creditor_name(self) -> str:
-        return self.creditor.first_line.partition(" ")[0]
 
     def lent(self) -> dict[str, int]:
         """Blocks that creditors have lent to others, by their names, as the ledger knows them."""
@@ -167,7 +162,8 @@ class LendingFixture:
         self._folder.cleanup()
         return left
 
-    def _serve(self, model: str, kv_bytes: int, entry: str) -> DebtorServer:
+    def serve(self, model: str, kv_bytes: int, entry: str) -> DebtorServer:
+        """Start a server. ``entry``: its lines of --lending. Raises OSError."""
         file = Path(self._folder.name) / f"lending-{len(self._targets)}.yaml"
         file.write_text(f"ledger: {self.place}\n{entry}\n")
         flags = ["--kv-cache-memory-bytes", str(kv_bytes), "--lending", str(file)]
@@ -176,8 +172,8 @@ class LendingFixture:
         self._targets.append(target)
         return target
 
-    def _start(self, *words: str) -> StartedCommand:
-        """Raises OSError."""
+    def start(self, *words: str) -> StartedCommand:
+        """Start a sub-command. Raises OSError."""
         command, environment = own_python("-m", "lamina.cli.launch", *words, environ=self._environment)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None
@@ -187,6 +183,31 @@ class LendingFixture:
         if not started.first_line:
             raise OSError(f"{words[0]} did not start: its log says why")
         return started
+
+
+class LendingFixture(LendingProcesses):
+    """The processes of the drill. ``creditor`` is the host that lends, ``debtor`` and ``lender`` are the servers."""
+
+    def __init__(self, model: str, sizes: DrillSizes) -> None:
+        """Raises OSError where something does not start."""
+        super().__init__()
+        self._sizes = sizes
+        try:
+            self.start_creditor()
+            self.debtor = self.serve(model, *sizes.borrowing)
+            self.lender = self.serve(model, *sizes.lending)
+        except BaseException:
+            self.end()
+            raise
+
+    def start_creditor(self) -> None:
+        """Start a host that lends. It has more than the server that lends, so it is asked first."""
+        memory = str(self._sizes.loan + 2 * BLOCK_BYTES)
+        self.creditor = self.start("lend", "--ledger", self.place, "--lend-memory", memory)
+
+    @property
+    def creditor_name(self) -> str:
+        return self.creditor.first_line.partition(" ")[0]
 
 
 def free_port() -> int:

@@ -116,6 +116,11 @@ class Target:
             self.stop()
             raise
 
+    @property
+    def operator_headers(self) -> dict[str, str]:
+        """The headers of a request by its operator."""
+        return {"Authorization": f"Bearer {self._key}"}
+
     def pids(self) -> list[int]:
         """Return the ids of all its processes."""
         return [self._server.pid, *descendants_of(self._server.pid)]
@@ -161,7 +166,7 @@ class Target:
         there = sum(v.role == "memory" for v in self._processes())
         self._few = self._few or there
         body = json.dumps({"memory_workers": 2 * there if there == self._few else self._few}).encode()
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        headers = {"Content-Type": "application/json", **self.operator_headers}
         self.injected_at = time.perf_counter()
         asked = urllib.request.Request(self.url + "/scale", body, headers)
         try:

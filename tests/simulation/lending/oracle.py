@@ -15,6 +15,7 @@ from lamina.lending.lending_messages import (
     LoanGranted,
     LoanRefused,
     LoanRequest,
+    Renew,
 )
 
 from .instance import SimInstance
@@ -104,6 +105,13 @@ class LendingOracle:
         self._answers[one.name, ask.debtor] = ask.number, answer
         return True
 
+    def renewed(self, one: SimInstance, message: Renew) -> None:
+        """No room is kept for a claim that has ended."""
+        (_, debtor), _ = kept = self._kept.get(one.name, (NOBODY, 0.0))
+        is_new = message.number > self._answers.get((one.name, message.debtor), (-1, None))[0]
+        if is_new and debtor == message.debtor and not (message.is_waiting and message.since == kept[0][0]):
+            self._kept[one.name] = NOBODY, 0.0
+
     def fits(self, one: SimInstance, ask: LoanRequest) -> bool:
         """Returns whether a loan has room, counted anew."""
         now, creditor = one.now(), one.creditor
@@ -112,14 +120,18 @@ class LendingOracle:
         lent = sum(len(x.blocks) for x in live if x.debtor != one.name)
         had = sum(len(x.blocks) for x in live if x.debtor == ask.debtor)
         of, claim = self._of, (ask.since, ask.debtor)
-        self._kept_next = kept, until = self._kept.get(one.name, (NOBODY, 0.0))
+        kept, until = self._kept.get(one.name, (NOBODY, 0.0))
+        if kept[1] == ask.debtor and kept != claim:
+            kept, until = NOBODY, 0.0
+        self._kept_next = kept, until
         if until > now and kept < claim:
             return False
         if of.one_way and one.lacks and (one.since, one.name) < claim:
             return False
-        if ask.since and ask.blocks > of.blocks - used and (until <= now or claim <= kept):
+        may_have = of.debtor_cap - had
+        if ask.since and of.blocks - used < ask.blocks <= may_have and (until <= now or claim <= kept):
             self._kept_next = claim, now + RESERVE_S
-        fits = ask.blocks <= min(of.blocks - used, of.cap - lent, of.debtor_cap - had)
+        fits = ask.blocks <= min(of.blocks - used, of.cap - lent, may_have)
         if fits and kept == claim:
             self._kept_next = NOBODY, 0.0
         return fits

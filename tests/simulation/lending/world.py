@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from lamina.lending.creditor import RESERVE_S
 from lamina.lending.debt_ledger import DebtLedger
 from lamina.lending.debtor import LEDGER, Outgoing
 from lamina.lending.lending_messages import (
@@ -16,6 +17,7 @@ from lamina.lending.lending_messages import (
     CreditorRefused,
     Heartbeat,
     LoanRequest,
+    Renew,
 )
 from lamina.tools.plan.simulator.clock import VirtualClock
 
@@ -94,6 +96,8 @@ class LendingWorld:
         wanted = min(reach, 4 * self.of.blocks)
         self._act(big, lambda: big.want(wanted))
         self._run(self.of.calm_s)
+        if big.swapped and self.of.one_way:  # a late request of a claim that has ended keeps room
+            self._run(self.of.late_s + RESERVE_S)
         assert big.swapped == 0, f"{big.name} wants {wanted} blocks of {reach}, and {big.swapped} are in swap"
         self._borrowed = max(self._borrowed, big.debtor.num_borrowed)
         self._act(big, lambda: big.want(0))
@@ -220,6 +224,8 @@ class LendingWorld:
             if isinstance(message, LoanRequest):
                 self._watch(one, sender, message)
             else:
+                if isinstance(message, Renew):
+                    self.oracle.renewed(one, message)
                 self._act(one, lambda: one.hear(sender, message))
 
     def _watch(self, one: SimInstance, sender: str, ask: LoanRequest) -> None:
