@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from random import Random
@@ -79,6 +80,7 @@ class Oracles:
         """Returns values that hypothesis-jsonschema makes, with properties in the schema's order."""
         from hypothesis import HealthCheck, Phase, given, settings
         from hypothesis import seed as seeded
+        from hypothesis.errors import Unsatisfiable
 
         made: list[Any] = []
         options = settings(
@@ -91,7 +93,7 @@ class Oracles:
         def collect(value: Any) -> None:
             made.append(value)
 
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), suppress(Unsatisfiable):  # where it finds no value, and says so
             warnings.simplefilter("ignore")
             collect()
         check = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)  # it knows no prefixItems
@@ -201,7 +203,8 @@ def main(words: list[str] | None = None) -> int:
     counts = dict.fromkeys(("schemas", "ended", "cut", "beginnings judged", "values", "kills"), 0)
     wrong, began = list[str](), time.monotonic()
     every = max(1, asked.count // BATCH // max(1, asked.kills))
-    with LLM(MODEL, dtype="float32", memory_workers=2, kv_memory="1MiB", max_num_seqs=32, max_model_len=256) as llm:
+    options = {"kv_memory": "1MiB", "max_num_seqs": 32, "max_model_len": 256, "max_recoveries": 2 * asked.kills}
+    with LLM(MODEL, dtype="float32", memory_workers=2, **options) as llm:
         oracles = Oracles(llm)
         for number, first in enumerate(range(asked.seed, asked.seed + asked.count, BATCH)):
             seeds = range(first, min(first + BATCH, asked.seed + asked.count))
@@ -211,6 +214,7 @@ def main(words: list[str] | None = None) -> int:
                 counts["schemas"] += 1
                 if error := judged(oracles, seed, root_schema(seed), text, reason, counts):
                     wrong.append(error)
+            print(f"{counts['schemas']} schemas, {len(wrong)} wrong", file=sys.stderr, flush=True)
         metrics = {metric.name: metric.value for metric in llm.get_metrics()}
     missing = [
         name
