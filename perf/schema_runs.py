@@ -16,6 +16,7 @@ import copy
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -40,6 +41,7 @@ from lamina.grammar.vocabulary import vocabulary_of  # noqa: E402
 MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
 BATCH, MAX_TOKENS, PROMPT = 200, 60, "import json\n"
 FORMATS = jsonschema.FormatChecker()
+MINUS_ZERO = re.compile(r"(?<=[\s:,\[])-0(?=[\s,\]}]|$)")
 SHOWN = 5  # wrong ones that are printed
 
 
@@ -66,6 +68,7 @@ class Oracles:
     def begins(self, schema: dict[str, Any], text: str) -> bool:
         """Returns whether xgrammar takes the text as a beginning."""
         compiled = self.xgrammar.compile_json_schema(json.dumps(without_bounds(schema)), any_whitespace=True)
+        text = MINUS_ZERO.sub("0", text)  # xgrammar takes -0 for no integer
         return bool(
             self._xgrammar.GrammarMatcher(compiled).accept_string(text.rstrip("\ufffd"))
         )  # a part of a character

@@ -165,16 +165,22 @@ def own_class_text(config: dict[str, Any]) -> str:
     """Return text on how to use the class of transformers that a configuration of another type names; "" if there is
     none. Whether the two compute the same is for the user to know.
     """
+    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kinds = {each: kind for kind, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    classes = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     names = config.get("architectures")
     own = (
-        next((name for name in names if isinstance(name, str) and name in kinds), "") if isinstance(names, list) else ""
+        next((name for name in names if isinstance(name, str) and name in classes), "")
+        if isinstance(names, list)
+        else ""
     )
-    if not own or kinds[own] == config.get("model_type"):
+    if not own:
         return ""
-    override = json.dumps({"model_type": kinds[own]})
+    kind = getattr(transformers, own).config_class.model_type  # other types may share the class
+    if kind == config.get("model_type"):
+        return ""
+    override = json.dumps({"model_type": kind})
     return f"; transformers has {own} itself: --hf-overrides '{override}' uses that, if it is the same"
 
 

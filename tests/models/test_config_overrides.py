@@ -20,6 +20,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lamina import LLM, SamplingParams
 from lamina.cli.launch import main
@@ -27,6 +28,7 @@ from lamina.config.flat_options import make_config
 from lamina.models.checkpoint import peek_config, read_config
 from lamina.models.errors import ModelError
 from lamina.models.load import load
+from lamina.models.model_files import own_class_text
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -274,7 +276,7 @@ def test_the_code_of_a_trusted_model_takes_them_too(llama: Path, tmp_path: Path)
 
 
 def test_the_flag_is_json_and_checked_before_a_start(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["serve", str(llama), "--dry-run", "--kv-cache-memory-bytes", "64MiB"]
+    command = ["serve", str(llama), "--dry-run", "--port", "0", "--kv-cache-memory-bytes", "64MiB"]
     yarn = json.dumps({"rope_parameters": YARN})
     assert main([*command, "--max-model-len", "256", "--hf-overrides", yarn]) == 0
     capsys.readouterr()
@@ -318,6 +320,13 @@ def test_a_model_whose_code_is_of_another_time_can_take_the_class_that_transform
         load(tmp_path)
     assert str(refused.value) == f"{tmp_path}: transformers has no architecture 'kimi_k2'{OWN}"
     assert type(load(tmp_path, hf_overrides=given).model) is type(model)
+
+
+def test_of_types_that_share_a_class_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "later", "LlamaForCausalLM")
+    told = own_class_text({"architectures": ["LlamaForCausalLM"], "model_type": "mine"})
+    assert """--hf-overrides '{"model_type": "llama"}'""" in told
+    assert own_class_text({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}) == ""
 
 
 def test_the_code_that_fails_when_the_model_is_made_says_so_too(tmp_path: Path) -> None:

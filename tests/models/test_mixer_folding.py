@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from model_table.tiny_models import build
+from msgspec import structs
 from support.models.hybrids import build_hybrid
 from torch import Tensor, nn
 
@@ -29,9 +30,14 @@ CHANNELS = 2 * 6 + 20
 class Layer(nn.Module):
     """A recurrent layer whose convolution is read by ``between``."""
 
-    def __init__(self, between: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], parts: int = 1) -> None:
+    def __init__(
+        self,
+        between: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+        parts: int = 1,
+        spec: RecurrenceSpec = SPEC,
+    ) -> None:
         super().__init__()
-        self.between, self.parts = between, parts
+        self.between, self.parts, self.spec = between, parts, spec
         self.weight = nn.Parameter(torch.zeros(CHANNELS, 4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +48,7 @@ class Layer(nn.Module):
             pieces = zip(x.split(sizes, 1), self.weight.split(sizes), strict=True)
             q, k, v = (CONVOLUTION_OP(part, weight, None, True) for part, weight in pieces)
             q, k, v = q.view(-1, 2, 3), k.view(-1, 2, 3), v.view(-1, 4, 5)
-        out: Tensor = RECURRENCE_OP([q, k, v, x[:, :4], x[:, 4:8]], [], SPEC.encode())
+        out: Tensor = RECURRENCE_OP([q, k, v, x[:, :4], x[:, 4:8]], [], self.spec.encode())
         return out
 
 
@@ -54,6 +60,16 @@ def plain(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def swapped(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = plain(y)
     return k, q, v
+
+
+def repeated(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = plain(y)
+    return q.repeat_interleave(2, 1), k.repeat_interleave(2, 1), v
+
+
+def tiled(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = plain(y)
+    return tuple(each.unsqueeze(1).expand(-1, 2, -1, -1).reshape(-1, 4, 3) for each in (q, k)) + (v,)
 
 
 def scaled(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,6 +94,16 @@ def test_both_become_one_operator_with_the_facts_of_both(parts: int) -> None:
     assert [tuple(x.meta["val"].shape[1:]) for x in inputs] == [(CHANNELS,), (4,), (4,)]
     assert tuple(operands[0].meta["val"].shape) == (CHANNELS, 4)
     assert not any(node.target in (CONVOLUTION_OP, RECURRENCE_OP) for node in graph.nodes)
+
+
+def test_heads_share_the_queries_and_keys_that_a_model_repeats_for_them() -> None:
+    """Qwen3.5 repeats them before its recurrence up to transformers 5.22."""
+    apart = structs.replace(SPEC, groups=4, heads_per_group=1)
+    graph = folded(Layer(repeated, spec=apart))
+    (mixer,) = (node for node in graph.nodes if node.target is MIXER_OP)
+    assert RecurrenceSpec.decode(mixer.args[3]) == structs.replace(SPEC, width=4)
+    with pytest.raises(UnsupportedModelError, match="reads the channels of its convolution in another order"):
+        folded(Layer(tiled, spec=apart))
 
 
 def test_another_order_of_channels_is_refused() -> None:

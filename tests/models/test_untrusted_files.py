@@ -246,4 +246,7 @@ def test_a_model_that_names_neither_is_loaded(name: str, results: Any) -> None:
 
 @pytest.mark.parametrize("name", SEEN)
 def test_the_hook_sees_what_a_trusted_model_does(name: str, results: Any) -> None:
-    assert any(SEEN[name] in event for event in results[f"+{name}"]["events"])
+    result = results[f"+{name}"]
+    if "`kernels` is either not installed" in (result["error"] or ""):
+        pytest.skip("this version of transformers asks for the package kernels before it opens a connection")
+    assert any(SEEN[name] in event for event in result["events"])

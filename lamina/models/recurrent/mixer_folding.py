@@ -50,14 +50,19 @@ def _fold(graph: fx.Graph, node: fx.Node) -> set[fx.Node]:
     """Replace one recurrence; returns the convolutions that it has read."""
     inputs, operands, text = _arguments(node)
     spec = RecurrenceSpec.decode(text)
+    convolutions = [_convolution_of(given) for given in inputs[:_READ_BY_CHANNEL]]
+    reads = {
+        name: _channels_read(given, source).flatten()
+        for name, given, source in zip(spec.channel_ranges, inputs, convolutions, strict=False)
+    }
+    spec = _with_shared_groups(spec, reads)
     sources: list[fx.Node] = []
     start = 0
-    for given, channels in zip(inputs[:_READ_BY_CHANNEL], spec.channel_ranges.values(), strict=True):
-        source = _convolution_of(given)
+    for (name, channels), source in zip(spec.channel_ranges.items(), convolutions, strict=True):
         if source not in sources:
             start = sum(_channels(each) for each in sources)
             sources.append(source)
-        read = _channels_read(given, source).flatten()
+        read = reads[name]
         wanted = torch.arange(channels.first - start, channels.first - start + channels.size)
         if not torch.equal(read, wanted):
             raise UnsupportedModelError(f"{_path(node)} reads the channels of its convolution in another order")
@@ -79,6 +84,20 @@ def _fold(graph: fx.Graph, node: fx.Node) -> set[fx.Node]:
         static = [weight, *([] if bias is None else [bias]), *operands]
         _replace(graph, node, [x, *inputs[_READ_BY_CHANNEL:]], static, spec)
     return set(sources)
+
+
+def _with_shared_groups(spec: RecurrenceSpec, reads: dict[str, Tensor]) -> RecurrenceSpec:
+    """Return the spec whose heads share each q and k that the model repeats for them, as transformers does before 5.23.
+
+    ``reads``: the channels that q, k and v read, by name. Repeats are taken out of q and k.
+    """
+    rows = {name: reads[name].view(-1, spec.key_dim) for name in "qk"}
+    repeats = int((rows["q"] == rows["q"][0]).all(1).sum())
+    shared = {name: each[::repeats] for name, each in rows.items()}
+    if repeats == 1 or any(not torch.equal(shared[n].repeat_interleave(repeats, 0), rows[n]) for n in rows):
+        return spec
+    reads |= {name: each.flatten() for name, each in shared.items()}
+    return structs.replace(spec, groups=spec.groups // repeats, heads_per_group=spec.heads_per_group * repeats)
 
 
 def _convolution_alone(graph: fx.Graph, node: fx.Node) -> None:
