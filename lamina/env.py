@@ -19,7 +19,7 @@ VARIABLES = {
     KEY: "the key that peers of a cluster share, hexadecimal, 16 bytes or more; default: a fresh one for each run",
     KEY_FILE: "a file with that key; it is refused if others than its owner may touch it",
     "LAMINA_API_KEY": "keys of the server, separated by commas, one of which a client must send (`--api-key`)",
-    "LAMINA_ADMIN_KEY": "the operator's key, for `lamina-launch scale`, `drain` and `cordon` (`--admin-key`)",
+    "LAMINA_ADMIN_KEY": "the admin key, for `lamina-launch scale`, `drain` and `cordon` (`--admin-key`)",
     "LAMINA_TRACE": "write a trace of the run to this file (`--trace`)",
     TRANSPORTS: "more transports, such as those of tests: NAME=MODULE,..., modules in PYTHONPATH",
     "LAMINA_EMULATE": 'times of emulated devices, such as `{"slice_s": [0.01]}`; see `lamina.utils.emulated_device`',

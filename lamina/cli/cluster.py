@@ -77,7 +77,7 @@ def _dry_run(cluster: Cluster, action: str) -> int:
     compute, memory = sum(h.compute for h in cluster.hosts), sum(h.memory for h in cluster.hosts)
     print(
         f"{count_text(len(cluster.hosts), 'host')} with room for {count_text(compute, 'compute worker')} and "
-        f"{count_text(memory, 'memory worker')}: --cluster {cluster.head}, DOP up to ({compute}, {memory})"
+        f"{count_text(memory, 'memory worker')}: --cluster {cluster.head}"
     )
     for host in cluster.hosts:
         order = f"ray start {shlex.join(ray_arguments(cluster, host))}" if action == "up" else f"{action}"

@@ -422,7 +422,7 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
             "--kv-sparsity evict:max-kl=",
         )
     },
-    ("--kv-sparsity evict:window=", ("--kv-sparsity evict",)): "it says by which rows blocks are chosen that stay",
+    ("--kv-sparsity evict:window=", ("--kv-sparsity evict",)): "only evict chooses blocks by a prompt's last tokens",
     ("--kv-offload key=", ("--kv-offload dir=",)): "it is the secret of the directory",
     ("--kv-offload ttl=", ("--kv-offload dir=",)): "it is for pages in the directory",
     ("--kv-offload size=", ("--kv-offload dir=",)): "it is the size of the directory",
@@ -433,7 +433,7 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--attention-backend cuda or flashinfer", ("--memory-device cuda", "--memory-device auto")): (
         "it computes on GPUs"
     ),
-    ("--collective", ("--tensor-parallel-size 2 or more",)): "its ranks exchange tensors by it",
+    ("--collective", ("--tensor-parallel-size 2 or more",)): "it says how ranks add up their results",
     ("--collective nccl", ("--compute-device cuda", "--compute-device auto")): "NCCL is for GPUs",
     ("--prefill-pipeline", ("--prefill-workers",)): "it divides the layers among them",
     ("--prefill-kv-memory", ("--prefill-workers",)): "it is their memory",
@@ -455,7 +455,7 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     (KV_DISCARD, ("--context-overflow truncate",)): "KV has to move",
     (PRIORITY, ("--scheduling-policy priority",)): "otherwise requests run in order of arrival",
     (PREFILL_POLICY, ("--prefill-workers",)): "it chooses one of them",
-    (OVERLOAD, (SLO_TTFT, SLO_TBT)): "it says how these limits are forecast",
+    (OVERLOAD, (SLO_TTFT, SLO_TBT)): "it says when the load counts for these limits",
     (SESSION_FILE, ("--kv-offload dir=",)): "the session's KV is there",
     (SSL_KEYFILE, (SSL_CERTFILE,)): "HTTPS takes both",
     (SSL_CERTFILE, (SSL_KEYFILE,)): "HTTPS takes both",

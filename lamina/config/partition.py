@@ -87,7 +87,7 @@ class Partition(msgspec.Struct, frozen=True):
         if len(kv_heads) != len(self.layer_table):
             raise ValueError(f"a partition of {len(self.layer_table)} layers for {len(kv_heads)}")
         if not 1 <= self.num_kv_shards <= MAX_KV_SHARDS:
-            raise ValueError(f"a partition of {self.num_kv_shards} lanes")
+            raise ValueError(f"a partition of {self.num_kv_shards} KV shards")
         if self.stripe_chunks and not (0 < self.stripe_chunks <= MAX_STRIPE and self.stripe_chunks.bit_count() == 1):
             raise ValueError(f"a partition in stripes of {self.stripe_chunks} chunks")
         if self.single_shard and not self.stripe_chunks:
@@ -100,7 +100,7 @@ class Partition(msgspec.Struct, frozen=True):
                 if share.head_start != stops[-1] or share.head_stop <= share.head_start:
                     raise ValueError(f"heads {share.head_start}..{share.head_stop} of a partition follow {stops[-1]}")
                 if len(share.owners) not in (1, self.num_kv_shards):
-                    raise ValueError(f"{len(share.owners)} owners for {self.num_kv_shards} lanes")
+                    raise ValueError(f"{len(share.owners)} owners for {self.num_kv_shards} KV shards")
                 if not all(0 <= owner < self.num_workers for owner in share.owners):
                     raise ValueError(f"a partition over {self.num_workers} memory workers names {share.owners}")
                 stops.append(share.head_stop)

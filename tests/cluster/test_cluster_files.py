@@ -187,7 +187,7 @@ def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.Captur
     argv = ["serve", str(tmp_path), "--cluster", PAPER, "--kv-cache-memory-bytes", "80GiB", *DRY_RUN, *ON_GPUS]
     assert main(argv) == 0
     title, _, compute, *memory = capsys.readouterr().out.splitlines()
-    assert "DOP (1, 2)" in title
+    assert "1 compute worker and 2 memory workers through Ray" in title
     assert compute.split()[:2] == ["compute-0", "10.20.0.1"]
     # 4 layers of 4 h^2 + 3 h f and two norms, embeddings twice, the last norm; 2 bytes each
     h, f = 6656, 17920

@@ -136,7 +136,7 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"context_overflow": "truncate", "keep_first": 100}, "--context-overflow truncate:keep-first=100 is not whole pages: use a multiple of 128"),
     ({"context_overflow": "truncate", "tensor_parallel_size": 2}, "--context-overflow truncate does not go with --tensor-parallel-size 2 or more: ranks cannot move KV yet: leave one out"),
     ({"kv_budget": 64}, "--kv-sparsity evict:budget= needs --kv-sparsity evict or --kv-sparsity select: otherwise all KV stays, and all of it is attended: start with that, or leave it out"),
-    ({"kv_sparsity": "select", "kv_observation_window": 16}, "--kv-sparsity evict:window= needs --kv-sparsity evict: it says by which rows blocks are chosen that stay: start with that, or leave it out"),
+    ({"kv_sparsity": "select", "kv_observation_window": 16}, "--kv-sparsity evict:window= needs --kv-sparsity evict: only evict chooses blocks by a prompt's last tokens: start with that, or leave it out"),
     ({"kv_sparsity": "evict", "kv_budget": 64, "kv_sink": 64, "kv_recent": 64}, "--kv-sparsity evict:budget=64 has no room after sink=64 and recent=64, which take 5 blocks of 32 tokens: use at least 192"),
     ({"kv_sparsity": "evict", "kv_error_budget": "top9=0.1"}, "kv_error_budget top9=0.1: 'top9=0.1' is none of top1=, kl= and shadow= with a number, such as top1=0.1,kl=0.1,shadow=0.05; default stands for these"),
     ({"kv_sparsity": "evict", "kv_error_budget": "kl=3"}, "--kv-sparsity evict:max-kl= must be above 0 and at most 1, not 3"),

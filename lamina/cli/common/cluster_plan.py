@@ -1,4 +1,4 @@
-"""A start on several hosts, in words: placement, DOP, memory of every device, channels. It starts nothing."""
+"""A start on several hosts, in words: placement, memory of every device, channels. It starts nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
     title = (
         f"would start {workers} and {count_text(topology.memory_workers, 'memory worker')} "
         f"{'through Ray' if launching.ray_address else 'by hand'} over {launching.scheme} for {model}: "
-        f"DOP ({topology.num_compute}, {topology.memory_workers}), {launching.placement} placement"
+        f"{launching.placement} placement"
     )
     meeting = collective_text(config, [at.host.name for at in places["compute"]])
     rows = [

@@ -48,7 +48,7 @@ class ContextOverflow(NamedTuple):
             if first % PAGE or (stop - first) % self.unit:
                 raise ValueError(
                     f"kv_discard: tokens {first} to {stop}: begin at a multiple of {PAGE}, and take a multiple of "
-                    f"{self.unit}: whole pages, one of each lane"
+                    f"{self.unit}: whole pages, equally many in each KV shard"
                 )
 
 

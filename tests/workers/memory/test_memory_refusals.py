@@ -150,10 +150,10 @@ def bad_binds() -> Iterator[tuple[BindRequest, str]]:
     for lanes, shares, reason in (
         (1, [HeadShare(0, 3, [0]), HeadShare(2, 4, [0])], "follow 3"),
         (1, [HeadShare(0, 2, [0])], "2 KV heads for a layer of 4"),
-        (2, [HeadShare(0, 4, [0, 0, 0])], "3 owners for 2 lanes"),
+        (2, [HeadShare(0, 4, [0, 0, 0])], "3 owners for 2 KV shards"),
         (1, [HeadShare(0, 4, [])], "0 owners"),
         (1, [HeadShare(0, 4, [1])], "names .1."),
-        (0, [HeadShare(0, 4, [0])], "0 lanes"),
+        (0, [HeadShare(0, 4, [0])], "0 KV shards"),
     ):
         yield msgspec.structs.replace(good, partition=Partition(1, lanes, 0, [shares], [0])), reason
     yield msgspec.structs.replace(good, partition=Partition(1, 1, 0, [], [0])), "without table 0"
