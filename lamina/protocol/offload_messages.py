@@ -45,7 +45,8 @@ class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages")
 
 class TransferDone(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
     """Memory worker -> driver: transfer ``transfer_id`` has ended here. Its first ``num_pages`` pages are at their
-    destination; ``error``: why not all. ``evicted``: keys of pages that were evicted for them.
+    destination; ``error``: why not all. ``is_miss``: the next page to load was no longer stored, as if it had not been
+    found. ``evicted``: keys of pages that were evicted for them.
     """
 
     epoch: int
@@ -53,6 +54,7 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True, tag="transferred")
     num_pages: int
     evicted: list[bytes] = []
     error: str = ""
+    is_miss: bool = False
 
 
 class PagesExpired(msgspec.Struct, frozen=True, kw_only=True, tag="expired"):

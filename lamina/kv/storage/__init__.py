@@ -8,7 +8,7 @@ Contract, the same for every entry (tests/contract/test_media.py):
   process reads them. After that, all processes with the storage open do, and ``pages`` lists them.
 - A read fills buffers with the bytes that were written, or raises FragmentLostError; then the buffers hold anything.
   Bytes are checked: damage, a missing part or bytes of another fragment raise FragmentLostError. A page with a damaged
-  fragment stays until its reader deletes it.
+  fragment stays until its reader deletes it. If nothing of the page is stored, a read raises PageGoneError.
 - Storage holds at most its size. ``reserve`` evicts pages for the next write, the lowest first by the policy that it
   was opened with; ``write`` evicts none.
 - Pages with retention are evicted after pages without, for that time. Pages that waiting requests ``hint`` are evicted
@@ -44,6 +44,13 @@ class StorageError(Exception):
 
 class FragmentLostError(StorageError):
     """A fragment is missing or damaged."""
+
+
+class PageGoneError(FragmentLostError):
+    """Nothing of a page is stored, such as after it was evicted or has expired."""
+
+    def __init__(self, text: str = "it was evicted or has expired") -> None:
+        super().__init__(text)
 
 
 class StorageFullError(StorageError):

@@ -20,7 +20,7 @@ from lamina.kv.eviction_policy import EvictionRank, PageUsage, eviction_rank
 from lamina.kv.fetch_window import FetchWindow
 from lamina.kv.pages import Page, PageFragment
 
-from . import Bytes, FragmentLostError, StorageConfig, StorageError, StorageFullError, StoredPage
+from . import Bytes, FragmentLostError, PageGoneError, StorageConfig, StorageError, StorageFullError, StoredPage
 
 _TRIES = 3  # attempts at a read whose records are replaced meanwhile
 # At least one part in so many of a worker's share is freed at once, as each eviction ranks all of its pages.
@@ -188,7 +188,9 @@ class FileStorage:
     def _fill(self, entry: PageEntry | None, views: Mapping[PageFragment, memoryview]) -> PageEntry:
         """Fill the buffers. Raises IntegrityError, FragmentLostError, OSError."""
         newest = {fragment: record for record in (entry.records if entry else []) for fragment in record.fragments}
-        if entry is None or not views.keys() <= newest.keys():
+        if entry is None:
+            raise PageGoneError
+        if not views.keys() <= newest.keys():
             raise FragmentLostError("no such fragment is here")
         for fragment, view in views.items():
             if view.nbytes != (nbytes := newest[fragment].fragments[fragment].nbytes):

@@ -13,7 +13,7 @@ from lamina.kv.fetch_window import FetchWindow
 from lamina.kv.pages import Page, PageFragment
 from lamina.netstack.checksum import checksum
 
-from . import Bytes, FragmentLostError, StorageConfig, StorageError, StorageFullError, StoredPage
+from . import Bytes, FragmentLostError, PageGoneError, StorageConfig, StorageError, StorageFullError, StoredPage
 
 
 class _StoredFragment(NamedTuple):
@@ -86,7 +86,9 @@ class HostStorage:
         views = {fragment: memoryview(buffer).cast("B") for fragment, buffer in into.items()}
         with self._lock:
             lying = self._open().get(key)
-            if lying is None or not into.keys() <= lying.fragments.keys():
+            if lying is None:
+                raise PageGoneError
+            if not into.keys() <= lying.fragments.keys():
                 raise FragmentLostError("no such fragment is here")
             self._use(lying)
         for fragment, view in views.items():

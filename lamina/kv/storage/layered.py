@@ -16,7 +16,17 @@ from contextlib import suppress
 from lamina.kv.fetch_window import FetchWindow, fetch_window_size, items_to_fetch
 from lamina.kv.pages import Page, PageFragment
 
-from . import Bytes, FragmentLostError, StorageBackend, StorageConfig, StorageError, StorageFullError, StoredPage, file
+from . import (
+    Bytes,
+    FragmentLostError,
+    PageGoneError,
+    StorageBackend,
+    StorageConfig,
+    StorageError,
+    StorageFullError,
+    StoredPage,
+    file,
+)
 from .host import HostStorage
 
 _SPARE_PART = 16  # one part in so many of memory stays free between writes, so that no write waits for a disk
@@ -84,13 +94,17 @@ class TieredStorage:
         here = {
             fragment: buffer for fragment, buffer in into.items() if held is not None and fragment in held.fragments
         }
+        is_in_memory = bool(here)
         try:
             if here:
                 self._memory.read(key, here)
-        except FragmentLostError:  # it has moved meanwhile
-            here = {}
+        except FragmentLostError as error:  # it has moved meanwhile, or is damaged
+            here, is_in_memory = {}, not isinstance(error, PageGoneError)
         if len(here) < len(into) or held is None:
-            self._disk.read(key, {fragment: buffer for fragment, buffer in into.items() if fragment not in here})
+            try:
+                self._disk.read(key, {fragment: buffer for fragment, buffer in into.items() if fragment not in here})
+            except PageGoneError as error:
+                raise FragmentLostError(str(error)) if is_in_memory else error from None
             self._read.append(key)
 
     def read_page(

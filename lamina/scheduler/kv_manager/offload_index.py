@@ -390,7 +390,9 @@ class OffloadIndex(Feature):
         self.remove(report.evicted)
         moving = self._moving[report.transfer_id]
         moving.num_waiting -= 1
-        moving.pages = min(moving.pages, max(0, report.num_pages))
+        # A page that one worker misses and another one fails to load is a miss.
+        result = max(0, report.num_pages), bool(report.error) and not report.is_miss
+        moving.pages, moving.has_failed = min((moving.pages, moving.has_failed), result)
         moving.error = moving.error or report.error
         if moving.num_waiting:
             return None
@@ -477,7 +479,8 @@ class OffloadIndex(Feature):
         op, loading = moving.op, self._loading[moving.op.sequence]
         if moving.pages < len(op.keys):
             valid = 0 if loading.loadable.state_keys else op.first + moving.pages * self.page_size
-            loading.num_valid_tokens = min(loading.num_valid_tokens, valid)
+            had = loading.num_valid_tokens, loading.has_failed
+            loading.num_valid_tokens, loading.has_failed = min(had, (valid, moving.has_failed))
             loading.error = loading.error or moving.error
             self.remove([op.keys[moving.pages]])
         loading.num_waiting -= 1
@@ -491,7 +494,7 @@ class OffloadIndex(Feature):
             sequence.start_after_load(valid)
         sequence.set_transfer(loading_tokens=0)
         self.num_hit_tokens += 0 if loading.loadable.is_swapped else valid
-        return TransferResult(sequence, op.sequence, loading.error, bool(loading.error) and not self._recomputes)
+        return TransferResult(sequence, op.sequence, loading.error, loading.has_failed and not self._recomputes)
 
     def _saved(self, moving: PageTransfer) -> TransferResult | None:
         op, saving = moving.op, self._saving[moving.op.sequence]

@@ -20,6 +20,7 @@ class PageTransfer:
     num_waiting: int  # pending reports
     pages: int  # pages saved by all workers that have reported
     error: str = ""
+    has_failed: bool = False  # else the next page is a miss
 
 
 @dataclass
@@ -32,6 +33,7 @@ class SequenceLoad:
     num_not_ready: int  # pending reports before its first rows
     num_valid_tokens: int  # loaded tokens, by the reports so far
     error: str = ""
+    has_failed: bool = False  # else the next page is a miss
 
 
 @dataclass

@@ -197,6 +197,29 @@ def test_a_load_that_fails_while_nothing_else_is_done(
         assert sum(stats["kv_failed_transfers"] for n, stats in llm.stats().items() if n.startswith("memory")) >= 1
 
 
+def test_pages_that_expire_right_before_they_are_loaded_are_computed(
+    llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
+) -> None:
+    """Another worker deletes them after they were found. That is no failed load, so no request ends."""
+    read = FileStorage.read
+
+    def expire_first(self: FileStorage, key: bytes, into: Any) -> None:
+        self.page_index.expire(-1.0)
+        read(self, key, into)
+
+    options = {**TINY, "kv_store_dir": str(tmp_path / "kv"), "kv_store_ttl": "1h", "kv_load_failure_policy": "fail"}
+    with LLM(str(llama_path), memory_workers=2, **options) as llm:
+        ask(llm, PROMPT)
+        llm.engine.finish_in_flight()
+        llm.engine.scheduler.evict_retained()
+        monkeypatch.setattr(FileStorage, "read", expire_first)
+        again = ask(llm, [*PROMPT, 9])
+        assert again.outputs[0].token_ids == reference([*PROMPT, 9], 8)
+        assert again.num_cached_tokens in (0, None)
+        counts = [stats for name, stats in llm.stats().items() if name.startswith("memory")]
+        assert not any(stats.get("kv_failed_transfers") or stats.get("kv_loaded_bytes") for stats in counts)
+
+
 def test_a_request_that_is_cancelled_while_its_kv_is_loaded(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
 ) -> None:

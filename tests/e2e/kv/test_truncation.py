@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import llama
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from lamina import LLM, RequestOutput, SamplingParams
@@ -129,6 +130,37 @@ def test_a_session_is_cut_and_goes_on(llama_path: Path, options: dict[str, Any],
         llm.drop_session("mine")
         (output,) = llm.generate([said], PARAMS, session_id="mine")
         assert output.num_cached_tokens == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", [0, 128])
+def test_three_processes_that_divide_the_tokens_cut_a_session(first: int, tmp_path: Path) -> None:
+    """The step is one stripe of each. The conversation outgrows two contexts; then a prompt without a session."""
+    limit, step = 768, 384
+    llama(max_position_embeddings=limit).save_pretrained(tmp_path)
+    own = {"max_model_len": limit, "truncate_ratio": 0.5, "keep_first": first, "transport": "shm"}
+    mirror, said, discarded = Mirror(tmp_path), text(1, 700), 0
+    with LLM(str(tmp_path), **{**OPTIONS, **own}, memory_workers=3, partition="token") as llm:
+        (output,) = llm.generate([said], PARAMS, session_id="mine")
+        assert output.outputs[0].token_ids == mirror.answer(said, 12)
+        for number in range(2, 8):
+            before = len(said) - discarded
+            said += [*output.outputs[0].token_ids, *text(number, 150)]
+            (output,) = llm.generate([said], PARAMS, session_id="mine")
+            cached, is_cut = output.num_cached_tokens or 0, len(said) - discarded + 12 > limit
+            assert cached >= before - 32 - step * is_cut, "all but the last block of the last turn is kept"
+            mirror.keep(cached + step * is_cut)
+            if is_cut:
+                mirror.shift(first, step)
+                discarded += step
+            rest = (said[:first] + said[first + discarded :])[cached:]
+            assert output.outputs[0].token_ids == mirror.answer(rest, 12)
+        assert discarded == 3 * step
+        assert len(said) > 2 * limit
+        assert all(llm.stats()[f"memory-{n}"]["stored_bytes"] for n in range(3)), "each has a part of the tokens"
+        alone = text(9, 1000)
+        (output,) = llm.generate([alone], PARAMS)
+        assert output.outputs[0].token_ids == Mirror(tmp_path).answer(alone[:first] + alone[first + step :], 12)
 
 
 @pytest.mark.long

@@ -12,12 +12,14 @@ import pytest
 from lamina.kv.pages import PAGE, Page, PageFragment, Provenance
 from lamina.kv.storage import (
     FragmentLostError,
+    PageGoneError,
     StorageBackend,
     StorageConfig,
     StorageError,
     StorageFullError,
     open_storage,
 )
+from lamina.kv.storage import host as host_storage
 from lamina.kv.storage.file import FileStorage
 from lamina.kv.storage.file import open_storage as open_file
 from lamina.kv.storage.host import HostStorage
@@ -99,6 +101,18 @@ def test_figure_9(tmp_path: Path, *, on_disk: bool) -> None:
     with pytest.raises(FragmentLostError):
         read(places.both, 9)
     places.both.close()
+
+
+def test_a_page_that_is_damaged_in_memory_is_not_one_that_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = Places(4, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_storage, "checksum", bytes)  # of other bytes than those that are there
+        put(places.both, 1)
+    with pytest.raises(FragmentLostError) as lost:
+        read(places.both, 1)
+    assert not isinstance(lost.value, PageGoneError)
+    with pytest.raises(PageGoneError):
+        read(places.both, 2)
 
 
 def test_the_line_moves_on() -> None:

@@ -38,12 +38,21 @@ SIZE = PAGE = 4
 class TierHouse:
     """A scheduler, a pool that serves its rounds at once, and a medium that answers when a test lets it."""
 
-    def __init__(self, blocks: int, mode: str = "swap", *, windows: tuple[int, ...] = (0,)) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        mode: str = "swap",
+        *,
+        windows: tuple[int, ...] = (0,),
+        workers: int = 1,
+        recomputes: bool = True,
+    ) -> None:
+        self.workers = workers
         self.ledger, tables = (BlockTables(windows, [blocks] * len(windows), SIZE) for _ in range(2))
         self.pool = FakePool(tables)
-        facts = OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[]])
-        prefixes = PrefixCache(self.ledger, SIZE)
-        self.tier = OffloadIndex(facts, self.ledger, [[0]] * len(windows), prefixes.prefix_index)
+        facts = OffloadFacts(secret=b"s" * 32, identity=b"i", page_size=PAGE, pages=[[]] * workers)
+        prefixes, holders = PrefixCache(self.ledger, SIZE), [[*range(workers)]] * len(windows)
+        self.tier = OffloadIndex(facts, self.ledger, holders, prefixes.prefix_index, recomputes=recomputes)
         self.swaps = SwapPolicy(self.tier, mode, b"n")
         self.scheduler = Scheduler(
             self.ledger,
@@ -82,9 +91,9 @@ class TierHouse:
             self.medium |= dict(zip(op.keys, pages, strict=True))
         elif not error:
             self.pool.stored[op.sequence] += [t for key in op.keys for t in self.medium[key]]
-        self.scheduler.on_report(
-            TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=0 if error else len(op.keys), error=error)
-        )
+        done = 0 if error else len(op.keys)
+        for _ in range(self.workers):
+            self.scheduler.on_report(TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=done, error=error))
         self._drop()
 
     def _drop(self) -> None:
@@ -144,6 +153,35 @@ def test_what_could_not_be_kept_is_computed(error: str) -> None:
     house.serve(sequences, error)
     check_tokens(sequences)
     assert bool(ops_of(house, LoadKv)) == (not error)
+
+
+LOST, GONE = (0, "damaged", False), (0, "gone", True)  # pages, the error, and whether it is a miss
+
+
+@pytest.mark.parametrize(
+    ("reports", "fails"),
+    [((LOST, GONE), False), ((GONE, LOST), False), ((GONE, (1, "damaged", False)), False), ((LOST, LOST), True)],
+)
+def test_a_page_that_has_expired_is_computed_although_failed_loads_end_requests(
+    reports: tuple[tuple[int, str, bool], ...], fails: bool
+) -> None:
+    """A page that one worker misses may be damaged at another one: it is a miss, as what comes after it is."""
+    house = TierHouse(11, workers=2, recomputes=False)
+    two_that_need_more(house)
+    while house.round() is not None or not isinstance(house.owed[0][0], LoadKv):
+        if house.owed and isinstance(house.owed[0][0], SaveKv):
+            house.answer()
+    number = house.owed.popleft()[0].transfer_id  # type: ignore[union-attr]
+    first, last = (
+        house.scheduler.on_report(
+            TransferDone(epoch=0, transfer_id=number, num_pages=pages, error=error, is_miss=is_miss)
+        )
+        for pages, error, is_miss in reports
+    )
+    assert first is None
+    assert last is not None
+    assert last.error
+    assert last.is_fatal == fails
 
 
 def test_recompute_saves_nothing_of_them() -> None:

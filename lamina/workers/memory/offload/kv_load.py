@@ -25,7 +25,7 @@ import torch
 
 from lamina.kv.layerwise_load import can_start, layer_runs
 from lamina.kv.pages import PAGE, PageFragment
-from lamina.kv.storage import FragmentLostError, StorageBackend, StorageError
+from lamina.kv.storage import FragmentLostError, PageGoneError, StorageBackend, StorageError
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.step_plan import LoadKv, MessageKey, MessageKind, RowRange, StepPlan
 from lamina.workers.memory.kv_store import KvStore
@@ -44,13 +44,14 @@ LATE_LOAD_S = 5.0
 
 class LoadResult(NamedTuple):
     """The result of one LoadKv: how many pages, from its first one on, are in the pool, which pages storage evicted,
-    and the reason why not all are loaded.
+    and the reason why not all are loaded. ``is_miss``: as in TransferDone.
     """
 
     op: LoadKv
     num_pages: int
     evicted: list[bytes]
     error: str
+    is_miss: bool
 
 
 class PageLoad:
@@ -71,7 +72,8 @@ class PageLoad:
         self.ops, self.page_blocks, self.key, self.nbytes = ops, page_blocks, key, nbytes
         self.sequence, self.spare_s = ops[0].sequence, min(op.slack_s for op in ops)
         self.done = [len(op.keys) for op in ops]  # pages of each op, as far as is known
-        self.errors, self.evicted = [""] * len(ops), [list[bytes]() for _ in ops]
+        self.errors, self.misses = [""] * len(ops), [False] * len(ops)
+        self.evicted = [list[bytes]() for _ in ops]
         self.is_opening = self.is_over = False
         self.layers = 0  # the number of loaded layers
         self._layers_of_page = dict[tuple[int, int], int]()  # the same for a page of an op, if more
@@ -99,9 +101,9 @@ class PageLoad:
             for page in range(self.done[number] - 1, -1, -1):
                 yield number, page
 
-    def mark_missing(self, number: int, page: int, error: str) -> None:
-        """Note that op ``number`` will have no more than ``page`` pages."""
-        self.done[number], self.errors[number] = page, error
+    def mark_missing(self, number: int, page: int, error: str, *, is_miss: bool = False) -> None:
+        """Note that op ``number`` will have no more than ``page`` pages. ``is_miss``: as in TransferDone."""
+        self.done[number], self.errors[number], self.misses[number] = page, error, is_miss
 
     def mark_all_missing(self, error: str) -> None:
         """Note that no page will be loaded."""
@@ -345,7 +347,8 @@ class KvLoader:
             with self._lock:
                 if self._cancelled or load.is_over:
                     return 0
-                load.mark_missing(number, page, f"{_name(op, page)} not loaded: {e}")
+                is_miss = isinstance(e, PageGoneError)
+                load.mark_missing(number, page, f"{_name(op, page)} not loaded: {e}", is_miss=is_miss)
                 if isinstance(e, FragmentLostError):  # the next request must not fail, too
                     load.evicted[number].append(op.keys[page])
         return nbytes
@@ -354,7 +357,8 @@ class KvLoader:
         """End a load, while holding the lock. Rows that wait for the last layer find it collected."""
         self._settling.append(load)
         load.on_layers_loaded(len(self._store.layers), ended=True)
-        return [LoadResult(*each) for each in zip(load.ops, load.done, load.evicted, load.errors, strict=True)]
+        ended = zip(load.ops, load.done, load.evicted, load.errors, load.misses, strict=True)
+        return [LoadResult(*each) for each in ended]
 
     def _tell(self, ended: list[LoadResult]) -> None:
         for each in ended:

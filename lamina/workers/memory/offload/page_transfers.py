@@ -356,15 +356,17 @@ class PageTransfers:
 
     def _loaded(self, load: LoadResult) -> None:
         self._prefetcher.on_loaded()
-        self._tell(load.op, load.num_pages, load.evicted, load.error)
+        self._tell(load.op, load.num_pages, load.evicted, load.error, is_miss=load.is_miss)
 
-    def _tell(self, op: SaveKv | LoadKv, done: int, gone: list[bytes], error: str) -> None:
-        self._meter.add("kv_failed_transfers", bool(error))
+    def _tell(self, op: SaveKv | LoadKv, done: int, gone: list[bytes], error: str, *, is_miss: bool = False) -> None:
+        self._meter.add("kv_failed_transfers", bool(error) and not is_miss)
         gone = gone + self._prefetcher.take_evicted()
+        number = op.transfer_id
+        report = TransferDone(
+            epoch=self._view, transfer_id=number, num_pages=done, evicted=gone, error=error, is_miss=is_miss
+        )
         with suppress(LinkClosedError):
-            self._report(
-                TransferDone(epoch=self._view, transfer_id=op.transfer_id, num_pages=done, evicted=gone, error=error)
-            )
+            self._report(report)
 
     def _save(self, task: _PageTask, staging: Staging) -> tuple[int, list[bytes], str]:
         """Save pages, the last one first, so that it is evicted first. Returns how many pages from the first one on are

@@ -308,6 +308,7 @@ def test_behind_a_damaged_page_nothing_counts(page: int, monkeypatch: pytest.Mon
     assert said.num_pages == page
     assert said.error.startswith(f"page {page} was not loaded: ")
     assert said.evicted == [KEYS[page]]
+    assert not said.is_miss
     assert bench.counters.snapshot()["kv_failed_transfers"] == 1
     assert KEYS[page] not in {held.page.key for held in kept.pages()}, "nobody is to meet it again"
     bench.do(RowRange(2, page * PAGE, 1))
@@ -317,7 +318,10 @@ def test_behind_a_damaged_page_nothing_counts(page: int, monkeypatch: pytest.Mon
 
 def test_what_no_medium_has_is_not_loaded(bench: Bench) -> None:
     bench.do(New(2), load())
-    assert bench.report().num_pages == 0
+    said = bench.report()
+    assert (said.num_pages, said.is_miss) == (0, True)
+    assert "was evicted or has expired" in said.error
+    assert not bench.counters.snapshot().get("kv_failed_transfers"), "it is as if nobody had found it"
 
 
 def test_what_was_not_written_is_not_saved(bench: Bench) -> None:
