@@ -200,7 +200,7 @@ def test_a_dropped_block_is_neither_written_nor_dropped_again() -> None:
         ({"kv_observation_window": 8}, "--kv-sparsity evict:window= needs --kv-sparsity evict: "),
         (
             {"kv_sparsity": "select", "kv_observation_window": 8},
-            "--kv-sparsity evict:window= needs --kv-sparsity evict: it says by which rows",
+            "--kv-sparsity evict:window= needs --kv-sparsity evict: only evict chooses blocks",
         ),
         ({"kv_error_budget": "default"}, "--kv-sparsity evict:max-kl= needs --kv-sparsity evict or "),
         ({"kv_sparsity": "evict", "kv_error_budget": "top1"}, "'top1' is none of top1=, kl= and shadow="),
