@@ -274,6 +274,39 @@ def test_a_call_without_a_name_is_content(name: str, text: str) -> None:
         assert parsed(name, divided(text, seed)) == (text, []), seed
 
 
+TIME = "<|tool_call_begin|>functions.time.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+OPEN = '{"city": "a <b", "where": {"a": 1'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("hermes", f'<tool_call>{{"name": "weather", "arguments": {OPEN}</tool_call>', OPEN),
+        ("kimi_k2", f"<|tool_call_begin|>weather:0<|tool_call_argument_begin|>{OPEN}<|tool_call_end|>", OPEN),
+        ("kimi_k2", "<|tool_call_begin|>weather.0<|tool_call_argument_begin|>{}<|tool_call_end|>", None),
+        ("qwen3_coder", "<tool_call>\n<function=weather\n</function>\n</tool_call>\n", None),
+        (
+            "qwen3_coder",
+            "<function=weather>\n<parameter=city>\na\n<parameter=days>\n3\n</parameter>\n</function>",
+            '{"city": "a", "days": 3}',
+        ),
+        (
+            "qwen3_coder",
+            "<function=weather>\n<parameter=city>\na </function>\n</function>",
+            '{"city": "a </function>"}',
+        ),
+    ],
+)
+def test_a_call_that_a_model_writes_wrong_takes_none_of_the_next_one(
+    name: str, text: str, arguments: str | None
+) -> None:
+    next_one = {"hermes": '<tool_call>{"name": "time.now"}</tool_call>', "kimi_k2": TIME}
+    for seed in range(20):
+        _, made = parsed(name, divided(text + next_one.get(name, "<function=time.now>\n</function>"), seed))
+        wrong = [] if arguments is None else [("weather", arguments)]
+        assert made == [*wrong, ("time.now", "{}")], seed
+
+
 def test_arguments_stream_before_they_end() -> None:
     for name, render in FORMS:
         parser, text = open_parser(name, TOOLS), render("", ONE)

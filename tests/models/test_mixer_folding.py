@@ -69,7 +69,8 @@ def repeated(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def tiled(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = plain(y)
-    return tuple(each.unsqueeze(1).expand(-1, 2, -1, -1).reshape(-1, 4, 3) for each in (q, k)) + (v,)
+    q, k = (each.unsqueeze(1).expand(-1, 2, -1, -1).reshape(-1, 4, 3) for each in (q, k))
+    return q, k, v
 
 
 def scaled(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The suites of others, run on Lamina: vLLM's own tests of its server and of its ``LLM``, transformers' own examples.
+"""The suites of others, on Lamina: vLLM's own tests of its server, ``LLM`` and tool parsers, transformers' examples.
 
 python tests/suites/run.py [SUITE ...] [--only TEXT]        exit 1: a test fails that no list knows, or fewer pass
 """
@@ -21,6 +21,7 @@ from known import Known, Ran, Verdict, judge, read
 SUITES: dict[str, tuple[str, Callable[[], Path]]] = {
     "vllm-server": (f"vLLM {sources.VLLM}", sources.vllm),
     "vllm-offline": (f"vLLM {sources.VLLM}", sources.vllm),
+    "vllm-tool-parsers": (f"vLLM {sources.VLLM}", sources.vllm),
     "transformers": (f"transformers {metadata.version('transformers')}", lambda: sources.SHIM),
 }
 HERE = Path(__file__).resolve().parent

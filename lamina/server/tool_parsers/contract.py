@@ -30,7 +30,7 @@ Event = Text | CallBegin | Arguments
 class ToolParser(Protocol):
     """Parses one completion. How its text is divided makes no difference to the events, if pieces are joined.
 
-    No content has a part of a call, and nothing between calls is content. A call whose name never came is content, as
+    No content has a part of a call, nor the white space before one. A call whose name never came is content, as
     the model wrote it, unless the completion was cut off in it. Text that might begin a call is held back.
     """
 

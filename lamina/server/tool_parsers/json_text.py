@@ -37,8 +37,10 @@ class JsonScanner:
         self._depth, self._in_text, self._escaped, self._plain = 0, False, False, False
 
     def takes(self, char: str) -> bool:
-        """Return whether ``char`` is still a part of the value."""
-        return not (self._plain and (char in ",]}" or char in SPACES))
+        """Return whether ``char`` is still a part of the value. A < outside texts is not: it begins a mark, after
+        brackets that the model did not close.
+        """
+        return self._in_text or not (char == "<" or (self._plain and (char in ",]}" or char in SPACES)))
 
     def ends_with(self, char: str) -> bool:
         """Add a character, and return whether the value ends with it. A number ends before the next one."""
@@ -222,7 +224,7 @@ class NameAndJson:
                 return None
             if not (name := self._name_of(head).strip()):
                 self.is_broken = True
-                return ""
+                return text
             self.has_begun = True
             events.append(CallBegin(name, self._id_of(head)))
         if not self._has_value and not (text := text.lstrip()):
@@ -232,6 +234,9 @@ class NameAndJson:
             return text
         self._has_value = True
         for at, char in enumerate(text):
+            if not self._scanner.takes(char):
+                events.append(Arguments(text[:at]))
+                return text[at:]
             if self._scanner.ends_with(char):
                 events.append(Arguments(text[: at + 1]))
                 return text[at + 1 :]

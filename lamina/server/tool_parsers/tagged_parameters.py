@@ -49,7 +49,7 @@ class TaggedParameters:
     def push(self, text: str, events: list[Event]) -> str | None:
         self._text += text
         if not self.has_begun and not self._begin(events):
-            return "" if self.is_broken else None
+            return self._text if self.is_broken else None
         while self._step_value(events) if self._key is not None else self._step_key():
             pass
         at = self._text.find(self._form.call_end)
@@ -67,7 +67,7 @@ class TaggedParameters:
         at, end = min(ends)
         name = self._text[:at].strip(" \t\"'")
         if not _NAME.fullmatch(name):
-            self.is_broken = True
+            self.is_broken, self._text = True, self._text[at + len(end) :]
             return False
         self._text = self._text[at + (0 if end in self._form.kept else len(end)) :]
         self.has_begun = True
@@ -93,18 +93,22 @@ class TaggedParameters:
         return True
 
     def _step_value(self, events: list[Event]) -> bool:
-        """Read a part of a value. Return whether it has ended."""
-        end = self._form.value_end
-        at = self._text.find(end)
+        """Read a part of a value. Return whether it has ended. On lines, it also ends before the next parameter, and
+        before the end of the call: models forget the tag.
+        """
+        form = self._form
+        marks = (form.value_end,)
+        if form.on_lines:
+            marks = ("\n" + form.value_end, *marks, "\n" + form.key_begin, "\n" + form.call_end)
+        at, end = min(((at, mark) for mark in marks if (at := self._text.find(mark)) >= 0), default=(-1, ""))
         if at < 0:
-            marks = ("\n" + end, end) if self._form.on_lines else (end,)
             if self._streams and (keep := held_back(self._text, marks)) < len(self._text):
                 certain = len(self._text) - keep
                 self._add_text(self._text[:certain], events)
                 self._text = self._text[certain:]
             return False
-        value, self._text = self._text[:at], self._text[at + len(end) :]
-        value = value.removesuffix("\n") if self._form.on_lines else value
+        closed = end.endswith(form.value_end)
+        value, self._text = self._text[:at], self._text[at + (len(end) if closed else 0) :]
         if self._streams:
             self._add_text(value, events)
             events.append(Arguments('"'))

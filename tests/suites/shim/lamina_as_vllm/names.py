@@ -13,6 +13,7 @@ from lamina import request
 
 from .models import made
 from .offline import LLM
+from .tool_parsers import NAMES as TOOL_PARSER_NAMES
 
 
 class Platform:
@@ -104,4 +105,5 @@ NAMES: Mapping[str, Mapping[str, Any]] = {
     "vllm.utils.network_utils": {"get_open_port": get_open_port},
     "vllm.triton_utils": {"HAS_TRITON": True},
     "vllm.version": {"__version__": lamina.__version__},
+    **TOOL_PARSER_NAMES,
 }
