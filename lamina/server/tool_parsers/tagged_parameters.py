@@ -97,7 +97,7 @@ class TaggedParameters:
         before the end of the call: models forget the tag.
         """
         form = self._form
-        marks = (form.value_end,)
+        marks: tuple[str, ...] = (form.value_end,)
         if form.on_lines:
             marks = ("\n" + form.value_end, *marks, "\n" + form.key_begin, "\n" + form.call_end)
         at, end = min(((at, mark) for mark in marks if (at := self._text.find(mark)) >= 0), default=(-1, ""))
