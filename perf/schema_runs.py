@@ -4,8 +4,11 @@ python perf/schema_runs.py [--count 10000] [--kills 20] [--seed 0]
 
 Text that ends must be accepted by jsonschema. Text cut by max_tokens must be a beginning that xgrammar accepts, and
 values of hypothesis-jsonschema must pass the masks; both are left out, by name, where they cannot be imported.
-hypothesis-jsonschema 0.23.1 fails with the newest hypothesis, so all of them go to a folder on PYTHONPATH:
-pip install --no-deps --target FOLDER xgrammar==0.2.9 apache-tvm-ffi hypothesis-jsonschema==0.23.1 hypothesis==6.140.0
+hypothesis-jsonschema 0.23.1 fails with the newest hypothesis: put both and xgrammar into a folder of PYTHONPATH.
+
+    pip install --no-deps --target FOLDER xgrammar==0.2.9 apache-tvm-ffi
+    pip install --no-deps --target FOLDER hypothesis-jsonschema==0.23.1 hypothesis==6.140.0
+
 Prints counts as JSON; exit status 1 if any text or value is wrong.
 """
 
