@@ -5,8 +5,9 @@ layer k + 1 is loaded while rows go through layer k. A round waits for a layer o
 layers of a load it waits at most LATE_LOAD_S, then continues with whatever the blocks contain. The driver is notified
 that the pages were not loaded, and discards the tokens that these rows have drawn.
 
-A prefill worker that fetches the KV of such a sequence gets each layer as soon as it is loaded (kv_transfer.
-prefix_replies). No round waits for that.
+A prefill worker that needs the KV of such a sequence gets each layer as soon as it is loaded (kv_transfer.
+prefix_replies).
+No round waits for that.
 """
 
 from __future__ import annotations
@@ -239,24 +240,24 @@ class KvLoader:
                 self._give_up_load(load, layer)
         return True
 
-    def wait_for_reply(self, load: PageLoad, layer: int) -> None:
-        """Wait on a thread that replies until ``layer`` is loaded. Abandons the load if LATE_LOAD_S bring no page."""
-        if not load.wait_for_progress(layer, LATE_LOAD_S):
+    def wait_for_reply(self, load: PageLoad, layer: int, page: tuple[int, int] | None = None) -> None:
+        """Wait on a thread that replies until ``layer`` is loaded. Abandons the load if LATE_LOAD_S bring no page.
+        ``page``: see PageLoad.wait_for_progress.
+        """
+        if not load.wait_for_progress(layer, LATE_LOAD_S, page):
             self._give_up_load(load, layer)
 
     def settle(self, sequence: int) -> None:
         """Collect the load of a sequence, of which all layers were waited for; its end may follow at once."""
         if (load := self._under_way.get(sequence)) is not None:
-            load.wait_for_progress(len(self._store.layers) - 1, LATE_LOAD_S)
+            self.wait_for_reply(load, len(self._store.layers) - 1)
             self.collect()
 
     def _give_up_load(self, load: PageLoad, layer: int) -> None:
         with self._lock:
             if load.is_over or self._cancelled:
                 return
-            load.mark_all_missing(
-                f"layer {layer} of sequence {load.sequence} was not there when rows had waited {LATE_LOAD_S:g} s"
-            )
+            load.mark_all_missing(f"layer {layer} of sequence {load.sequence} was not there after {LATE_LOAD_S:g} s")
             ended = self._end(load)
         self._tell(ended)  # evicted pages are left to the other thread, as storage may wait for a disk
 

@@ -6,7 +6,8 @@ parity is that of the bits that are in the pools. The sequence's blocks stay unt
 the load, the parity worker too. A page that one worker could not load fails in the parity worker, too: else a loss
 before that worker's report would rebuild whatever its blocks contain.
 
-Each page is sent as soon as it is loaded, so a load may take as long as its storage needs. Without a link no load has a
+Each page is sent as soon as it is loaded, so a load may take as long as its storage needs for each page. A load whose
+storage does not reply is abandoned there, too. Without a link no load has a
 parity: then all workers reconnect in another epoch.
 """
 
@@ -53,6 +54,7 @@ class LoadedLayersRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Offer(NamedTuple):
+    loader: KvLoader
     load: PageLoad
     number: int  # of its op
     fragments: StoreFragments
@@ -78,7 +80,7 @@ class ParityReplies:
                 del self._offers[number]
             for load in loads:
                 for number, op in enumerate(load.ops):
-                    self._offers[op.transfer_id] = _Offer(load, number, fragments)
+                    self._offers[op.transfer_id] = _Offer(loader, load, number, fragments)
             self._changed.notify_all()
 
     def answer(self, data: bytes) -> Iterator[TransferPart]:
@@ -91,8 +93,7 @@ class ParityReplies:
             raise TransferRefusedError(f"no plan loads this: {ask}")
         if not 0 <= ask.first_layer < ask.last_layer <= offer.fragments.num_layers:
             raise ProtocolError(f"layers {ask.first_layer} to {ask.last_layer} are requested")
-        if not offer.load.wait_for_progress(ask.last_layer - 1, LATE_LOAD_S, (offer.number, ask.page)):
-            raise TransferRefusedError(f"no page was loaded for {LATE_LOAD_S:g} s: {ask}")
+        offer.loader.wait_for_reply(offer.load, ask.last_layer - 1, (offer.number, ask.page))
         if ask.page >= offer.load.done[offer.number]:
             raise TransferRefusedError(f"it was not loaded here: {ask}")
         if (blocks := pages[ask.page]) is None:

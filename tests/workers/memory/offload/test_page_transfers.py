@@ -851,7 +851,7 @@ def test_a_layer_that_does_not_come_is_given_up(
     before, loads = rows_of(bench.store, 2), bench.transfers.loader
     assert loads.wait(loads.needed_by(plan(ROW)), 1, 0.0)
     said = bench.report()
-    assert (said.num_pages, said.error) == (0, "layer 1 of sequence 2 was not there when rows had waited 0 s")
+    assert (said.num_pages, said.error) == (0, "layer 1 of sequence 2 was not there after 0 s")
     gate.may_go.set()
     bench.do(New(3), LoadKv(3, 2, 0, PAGE, KEYS[:1]))
     assert bench.report() == TransferDone(epoch=3, transfer_id=2, num_pages=1), "the next load goes on behind it"
