@@ -57,15 +57,13 @@ class ConnectPrefillPeers(msgspec.Struct, frozen=True, kw_only=True, tag="meet-p
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Prefill worker -> prefill worker or memory worker: a request for K and V of whole blocks, for a step: ``count``
-    tokens of ``sequence`` from ``first`` on, in layers ``first_layer .. last_layer``.
+    """Prefill worker -> prefill worker: a request for K and V of whole blocks, for a step: ``count`` tokens of
+    ``sequence`` from ``first`` on.
     """
 
     sequence: int
     first: int
     count: int
-    first_layer: int
-    last_layer: int
     batch: int
     step: int
 

@@ -47,7 +47,7 @@ from lamina.config.partition import KvShards, Partition
 from .kv_placement import FIRST_LOCATION, KvLocation
 from .mixers import Exchange, MixerShape
 
-VERSION = 26
+VERSION = 27
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MEMORY_WORKERS = -1  # in place of a prefill worker's number: all memory workers
@@ -177,7 +177,7 @@ class PrefillGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     """Hold blocks, as for rows, for K and V that prefill worker ``worker`` (or the group of that number) sends as its
     step ``step``. Until they are stored, the sequence must have no rows and must not be freed or truncated.
 
-    For that step the worker first fetches the ``num_fetched`` tokens before ``first``, which are stored here.
+    For that step the worker first fetches the ``num_fetched`` tokens before ``first``, which this one sends at once.
     """
 
     sequence: int

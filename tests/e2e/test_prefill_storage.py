@@ -1,6 +1,6 @@
 """Prefill workers with KV in host memory and on disk: what is stored is loaded, fetched and computed on.
 
-Covers: lamina/workers/memory/kv_transfer/prefix_replies.py.
+Covers: lamina/workers/memory/kv_transfer/prefix_send.py.
 """
 
 from __future__ import annotations

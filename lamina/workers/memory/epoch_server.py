@@ -42,7 +42,7 @@ from .kv_checksums import flip_bit
 from .kv_store import KvStore
 from .kv_transfer.live_migration import LiveMigration
 from .kv_transfer.prefill_receive import PrefillReceiver
-from .kv_transfer.prefix_replies import PrefixReplies
+from .kv_transfer.prefix_send import PrefixSender
 from .layer_loop.device_loop import DeviceLayerLoop
 from .layer_loop.host_loop import HostLayerLoop, ParityLayerLoop
 from .layer_loop.hybrid_loop import HybridLayerLoop
@@ -80,22 +80,22 @@ class EpochServer:
         *,
         page_transfers: PageTransfers | None = None,
         live_migration: LiveMigration | None = None,
-        prefix_replies: PrefixReplies | None = None,
+        prefixes: PrefixSender | None = None,
         report: Callable[[BlockScoresReport], None] = lambda scored: None,
     ) -> None:
         """``store``: of the Bind that came on ``channel``. ``names``: those of all workers that will connect, by their
         number. ``page_transfers``: if pages are offloaded. ``live_migration``: if stripes may migrate.
-        ``prefix_replies``: if prefill workers fetch stored KV. ``report``: sends to the driver.
+        ``prefixes``: if prefill workers get stored KV. ``report``: sends to the driver.
         """
         self._channels = [channel]
         self._store, self._meter, self._trace = store, meter, trace
         self._epoch, self._names = epoch, names
         self._page_transfers, self._live_migration = page_transfers, live_migration
-        self._prefix_replies, self._report = prefix_replies, report
+        self._prefixes, self._report = prefixes, report
         self._loads = page_transfers.loader if page_transfers else None
         grants = None
         if store.bind_request.prefill_workers:
-            grants = PrefillReceiver(store, meter, trace, clock, epoch, self._loads)
+            grants = PrefillReceiver(store, meter, trace, clock, epoch, self._loads, prefixes)
         self._inbox = MessageInbox(self._channels, meter, epoch, grants)
         # True if a second channel, for messages of hosts, is still due.
         self._awaits_host_channel = store.bind_reply.device_path
@@ -229,14 +229,12 @@ class EpochServer:
                     grants.check_plan(plan)
                 elif any(isinstance(op, PrefillGrant | FetchPrefix) for op in plan.ops):
                     raise ProtocolError(f"step {plan.step} grants or fetches, and there are no prefill workers")
-                replies = self._prefix_replies is not None or self._store.bind_request.parity
-                if not replies and any(isinstance(op, PrefillGrant) and op.num_fetched for op in plan.ops):
+                sends = self._prefixes is not None or self._store.bind_request.parity
+                if not sends and any(isinstance(op, PrefillGrant) and op.num_fetched for op in plan.ops):
                     raise ProtocolError(f"step {plan.step} lets a prefill worker fetch, and none is connected for it")
                 self._begin_store(plan)
                 if grants is not None:
                     grants.expect(plan)
-                if self._prefix_replies is not None:
-                    self._prefix_replies.begin(plan)
                 step = AttentionStep(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
             self._inbox.refused_plans[key.batch] = key

@@ -45,7 +45,7 @@ from .kv_store import KvStore, check_bind
 from .kv_transfer.live_migration import LiveMigration
 from .kv_transfer.parity_rebuild import ParityRebuilder
 from .kv_transfer.peer_links import PeerLinks
-from .kv_transfer.prefix_replies import PrefixReplies
+from .kv_transfer.prefix_send import PrefixSender
 from .kv_transfer.reshard import KvReshard
 from .kv_transfer.transfer_mesh import TransferMesh
 from .lease_limits import check_allowed_for_guest
@@ -164,9 +164,7 @@ class MemoryWorker:
                 migration = prefixes = None
                 if names:
                     loads = self.transfers.loader if self.transfers else None
-                    prefixes = PrefixReplies(
-                        store, readers, self._counters, self._trace, meeting.epoch, self._runtime, loads
-                    )
+                    prefixes = PrefixSender(store, readers, self._counters, self._trace, meeting.epoch, loads)
                 if meeting.peers and self.transfers is None:
                     migration = LiveMigration(store, links, meeting.epoch, self._report, self._counters)
                 server = EpochServer(
@@ -179,7 +177,7 @@ class MemoryWorker:
                     self._clock,
                     page_transfers=self.transfers,
                     live_migration=migration,
-                    prefix_replies=prefixes,
+                    prefixes=prefixes,
                     report=self._report,
                 )
                 while server.num_missing or links.num_missing or readers.num_missing or parity.num_missing:

@@ -1,9 +1,9 @@
 """Prefix fetch: a prefill worker gets K and V of a prompt's beginning from other workers, and computes the rest.
 
 In an epoch it has a channel to each other prefill worker, whose prompt cache has beginnings (``cached_prefixes``). It
-has a second one to each memory worker (``stored_prefixes``). It sends a request as soon as it receives a FetchPrefix.
-The others reply from their stores meanwhile, one layer after another. So rows go through a layer as soon as its blocks
-have arrived.
+sends a request there as soon as it receives a FetchPrefix. It has a second channel to each memory worker
+(``stored_prefixes``), which a plan lets send. The others send from their stores meanwhile, one layer after another. So
+rows go through a layer as soon as its blocks have arrived.
 """
 
 from __future__ import annotations
@@ -58,15 +58,14 @@ class PrefixSource(NamedTuple):
     """The workers of one kind, which have beginnings of prompts.
 
     ``peers``: these and this worker, by number. ``inboxes``: see ``prefix_inboxes``. ``parts``: what one of them sends:
-    of an op, of its blocks here by layer group, and of a peer's number. ``first_layer``: their number of the first
-    layer here. ``answer``: replies to requests of theirs; None: they make none.
+    of an op, of its blocks here by layer group, and of a peer's number. ``answer``: replies to requests; None:
+    there are none.
     """
 
     peers: Sequence[TransferPeer]
     inboxes: tuple[Geometry, Geometry]
     parts: Callable[[FetchPrefix, Sequence[Sequence[int]], int], Iterator[TransferPart]]
-    is_memory: bool = False  # each of the memory workers has a part of a beginning
-    first_layer: int = 0
+    is_memory: bool = False  # each of the memory workers has a part of a beginning, and sends it without a request
     answer: Callable[[bytes], Iterator[TransferPart]] | None = None
 
 
@@ -80,11 +79,9 @@ def cached_prefixes(store: KvStore, order: ConnectPrefillPeers, trace: Recorder 
 
     def answer(data: bytes) -> Iterator[TransferPart]:
         """Yield the parts of a request. The driver ensures that the blocks are not written meanwhile. Raises
-        TransferRefusedError, ProtocolError.
+        TransferRefusedError.
         """
         ask = decode(PrefixRequest, data)
-        if (asked := (ask.first_layer, ask.last_layer)) != (0, len(store.layers)):
-            raise ProtocolError(f"layers {asked} of {len(store.layers)} are requested: all are sent, or none")
         ids = whole_blocks(store, ask.sequence, ask.first, ask.count)
         if ids is None:
             raise TransferRefusedError(f"there are no such tokens: {ask}")
@@ -135,12 +132,11 @@ class PrefixFetch:
 
     def request(self, plan: StepPlan) -> None:
         """Request the KV that a coming step fetches. Raises ChannelError, ProtocolError."""
-        first = self._source.first_layer
         for op in self._ops(plan):
-            layers = first, first + len(self._store.layers)
-            data = encode(PrefixRequest(op.source, op.first, op.count, *layers, plan.batch, plan.step))
+            data = encode(PrefixRequest(op.source, op.first, op.count, plan.batch, plan.step))
             for link in self._links_of(op).values():
-                link.request(plan.step, data)
+                if not self._source.is_memory:
+                    link.request(plan.step, data)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Begin the step of an applied plan. Raises ProtocolError."""

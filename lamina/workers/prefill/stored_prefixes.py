@@ -37,4 +37,4 @@ def stored_prefixes(
                 yield from block_parts(store, layer, 0, blocks, scatter, (piece.head_start, piece.head_stop))
 
     reader = TransferPeer(name, is_receiver=True)
-    return PrefixSource([*peers, reader], (each, each), parts, is_memory=True, first_layer=first_layer)
+    return PrefixSource([*peers, reader], (each, each), parts, is_memory=True)

@@ -18,7 +18,7 @@ from lamina import netstack
 from lamina.config.engine_config import Deadlines
 from lamina.netstack import Channel, Geometry, PeerFault, Terms
 from lamina.protocol.control import Address
-from lamina.protocol.prefix_fetch import ConnectPrefillPeers, PrefixRequest
+from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import (
     FetchPrefix,
     Fork,
@@ -28,7 +28,6 @@ from lamina.protocol.step_plan import (
     RowRange,
     SequenceOp,
     StepPlan,
-    encode,
 )
 from lamina.workers.compute.attention_client import MissingKvError
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
@@ -172,17 +171,6 @@ def test_what_is_not_there_is_told_by_whoever_is_asked(sequence: int, count: int
     """A directory would name KV that is gone: no worker goes on with other K and V."""
     with met(2) as workers, pytest.raises(MissingKvError, match="p0/prompts: there are no such tokens"):
         workers[1].fetch(FetchPrefix(5, 0, count, 0, sequence))
-
-
-@pytest.mark.parametrize("layers", [(0, 1), (1, 3), (0, 4), (-1, 2)])
-def test_who_asks_for_some_layers_does_not_get_all(layers: tuple[int, int]) -> None:
-    with met(2) as workers:
-        order = ConnectPrefillPeers(peers=[Address("", "p0"), Address("", "p1")])
-        answer = cached_prefixes(workers[0].store, order).answer
-        assert answer is not None
-        assert sum(part.nbytes for part in answer(encode(PrefixRequest(1, 0, STORED, 0, len(LAYERS), 0, 1)))) > 0
-        with pytest.raises(ProtocolError, match="all are sent, or none"):
-            list(answer(encode(PrefixRequest(1, 0, STORED, *layers, 0, 1))))
 
 
 def test_a_fetch_begins_with_a_block() -> None:

@@ -21,7 +21,6 @@ from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import (
     MEMORY_WORKERS,
     FetchPrefix,
-    Free,
     New,
     PrefillGrant,
     RowRange,
@@ -31,9 +30,9 @@ from lamina.protocol.step_plan import (
 from lamina.workers.compute.attention_client import MissingKvError
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
-from lamina.workers.memory.kv_transfer import prefix_replies
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
-from lamina.workers.memory.kv_transfer.prefix_replies import PrefixReplies
+from lamina.workers.memory.kv_transfer.prefix_send import PrefixSender
+from lamina.workers.memory.kv_transfer.transfer_link import TransferError
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.prefill.prefix_fetch import PrefixFetch
 from lamina.workers.prefill.stored_prefixes import stored_prefixes
@@ -55,13 +54,13 @@ class Pools:
         split = PARTITIONS[partition]([x.kv_heads for x in LAYERS], weights, 4)
         self.place = PLACE if split.num_kv_shards > 1 else KvLocation()
         self.stores = [_store(LAYERS, w, split, fields) for w in range(workers)]
-        self.replies, doors = list[PrefixReplies](), list[EpochListener]()
+        self.senders, doors = list[PrefixSender](), list[EpochListener]()
         for number, store in enumerate(self.stores):
             torch.manual_seed(number)
             for x in (x for layer in store.layers for piece in layer for x in piece.kv.tensors):
                 x.copy_(torch.randint(-100, 100, x.shape))
             self.links.append(PeerLinks(self.views[number], [TransferPeer("p/stored", is_awaited=True)]))
-            self.replies.append(PrefixReplies(store, self.links[-1], Counters()))
+            self.senders.append(PrefixSender(store, self.links[-1], Counters()))
             doors.append(EpochListener(self.fabric.listen("", ListenTerms(name=f"m{number}"))))
         own = LAYERS[low:]
         self.store = _store(own, 0, by_head([x.kv_heads for x in own], [1.0], 0), fields)
@@ -74,10 +73,12 @@ class Pools:
             assert self.links[number].accept(self.views[number].accept(door, WAIT_S))
 
     def plan(self, ops: list[SequenceOp], step: int = 0) -> None:
-        for store, replies in zip(self.stores, self.replies, strict=True):
+        for store, sender in zip(self.stores, self.senders, strict=True):
             plan = StepPlan(step=step, ops=ops, rows=[RowRange(1, 0, STORED, self.place)] if not step else [])
             store.apply_plan(plan)
-            replies.begin(plan)
+            for op in ops:
+                if isinstance(op, PrefillGrant) and op.num_fetched:
+                    sender.send(op, 0, range(self.low, len(LAYERS)))
 
     def fetch(self, first: int, count: int) -> int:
         """Fetch tokens, after those before are there. Returns the bytes."""
@@ -149,21 +150,15 @@ def test_what_memory_workers_send_has_the_same_bits(
                 assert torch.equal(tensor[ids].view(torch.uint8), pools.bits(low + own, number))
 
 
-@pytest.mark.parametrize(
-    ("ops", "first", "count"),
-    [
-        ([PrefillGrant(1, STORED, 3, 0, 5, PLACE)], 0, STORED),
-        ([PrefillGrant(1, STORED, 3, 0, 5, PLACE, 64)], 0, STORED),
-        ([PrefillGrant(1, STORED, 3, 0, 5, PLACE, STORED), Free(1)], 0, STORED),
-    ],
-    ids=["nothing is granted", "less is granted", "the sequence has ended"],
-)
-def test_what_no_plan_grants_is_refused(
-    ops: list[SequenceOp], first: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefix_replies, "PLAN_WAIT_S", 0.05)
+def test_tokens_that_do_not_begin_with_a_block_are_refused() -> None:
     with connected("token", 2) as pools:
-        for step, op in enumerate(ops, 1):
-            pools.plan([op], step)
-        with pytest.raises(MissingKvError, match="no plan lets a prefill worker fetch this"):
-            pools.fetch(first, count)
+        pools.plan([PrefillGrant(1, STORED, 3, 0, 5, PLACE, STORED - 6)], 1)
+        with pytest.raises(MissingKvError, match="there are no such tokens"):
+            pools.fetch(0, STORED)
+
+
+def test_other_tokens_than_those_to_fetch_are_noticed() -> None:
+    with connected("head", 2) as pools:
+        pools.plan([PrefillGrant(1, STORED, 3, 0, 5, pools.place, 64)], 1)
+        with pytest.raises(TransferError, match="bytes, not part 0"):
+            pools.fetch(0, STORED)

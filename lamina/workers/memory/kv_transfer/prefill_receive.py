@@ -3,7 +3,8 @@
 A plan's grant says what will arrive: K and V of some tokens of a sequence, a transfer with one part for each layer. It
 comes from a prefill worker, or one from each stage of a group. Until the memory worker stores them, messages lie in the
 slots of the prefill worker's channel, which stops when these are full. So prompts never delay decoding. They are never
-stopped by it either: before a layer, one message is stored if none was for MAX_WAIT_S.
+stopped by it either: before a layer, one message is stored if none was for MAX_WAIT_S. A grant may let this worker send
+stored tokens first (prefix_send.py).
 
 The paper calls this the pull in the idle periods between messages of decoding (arXiv 2405.01814 section 5).
 """
@@ -39,6 +40,7 @@ from lamina.workers.memory.offload.kv_load import KvLoader
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.staging import HostStaging, Staging
 
+from .prefix_send import PrefixSender
 from .transfer_link import NOTHING, Transfer, TransferLink, TransferPart
 
 MAX_WAIT_S = 0.005  # seconds between checks of the prefill workers while decoding leaves no gap
@@ -58,10 +60,13 @@ class PrefillReceiver:
         clock: Callable[[], float] = time.monotonic,
         epoch: int = 0,
         loads: KvLoader | None = None,
+        prefixes: PrefixSender | None = None,
     ) -> None:
-        """``store``: its Bind says how many prefill workers there are. ``loads``: if pages are loaded."""
+        """``store``: its Bind says how many prefill workers there are. ``loads``: if pages are loaded. ``prefixes``: if
+        stored tokens are sent.
+        """
         self._store, self._meter, self._trace, self._clock, self._view = store, meter, trace, clock, epoch
-        self._loads = loads
+        self._loads, self._prefixes = loads, prefixes
         self._links: list[TransferLink] = []  # by prefill worker; those of a group are consecutive
         self._stages = store.bind_request.prefill_pipeline  # of a group
         self._ahead = max_grants_in_flight(self._stages, store.tables.windows)  # grants of a group at a time
@@ -136,14 +141,19 @@ class PrefillReceiver:
                 each = [Transfer(op.step, self._parts(op, writes, worker), on_end=_check_end) for worker in group]
                 self._open[op.worker].append(_OpenGrant(op, each))
                 for worker, transfer in zip(group, each, strict=True):
+                    if op.num_fetched and self._prefixes is not None:
+                        self._prefixes.send(op, worker, self._layers_of(worker))
                     self._links[worker].expect(transfer)
                 self._confirm_stored(op.worker)
 
     def _parts(self, grant: PrefillGrant, writes: KvWrites, worker: int) -> Iterator[TransferPart]:
         """Yield the parts of a grant that ``worker`` sends: a layer each, if this memory worker keeps some of it."""
-        for layer in stage_layers(len(self._store.layers), self._stages, worker % self._stages):
+        for layer in self._layers_of(worker):
             if nbytes := writes.messages(layer).kv_bytes:
                 yield TransferPart(nbytes, partial(self._write, grant, writes, worker, layer), layer)
+
+    def _layers_of(self, worker: int) -> range:
+        return stage_layers(len(self._store.layers), self._stages, worker % self._stages)
 
     def _write(
         self, grant: PrefillGrant, writes: KvWrites, worker: int, layer: int, data: memoryview, staging: Staging

@@ -162,6 +162,12 @@ class TransferLink:
         """Request a transfer of the peer, which is to be expected. ``data``: must fit the peer's inbox."""
         self._enqueue(lambda staging: self._put(MessageType.REQUEST, number, 0, len(data), partial(_copy_bytes, data)))
 
+    def reply(self, number: int, parts: Callable[[], Iterable[TransferPart]]) -> None:
+        """Send a transfer that the peer expects, after earlier ones. If ``parts`` raises TransferRefusedError, on the
+        thread that sends, refuse it.
+        """
+        self._enqueue(lambda staging: self._reply(number, parts, staging))
+
     @property
     def lost(self) -> str:
         """The reason why this link was given up; "" if it was not, or only after a stop."""
@@ -348,7 +354,7 @@ class TransferLink:
             if message == MessageType.REQUEST and (answer := self._answer) is not None:
                 self._count_request()
                 wanted = bytes(arrival.data)
-                self._enqueue(lambda staging: self._reply(number, answer, wanted, staging))
+                self._enqueue(lambda staging: self._answer_request(number, partial(answer, wanted), staging))
             elif message in (MessageType.PART, MessageType.REFUSED):
                 self._take(name, message, index, number, arrival.data, staging)
             else:
@@ -356,18 +362,19 @@ class TransferLink:
         finally:
             channel.release(arrival)
 
-    def _reply(
-        self, number: int, answer: Callable[[bytes], Iterable[TransferPart]], wanted: bytes, staging: Staging
-    ) -> None:
+    def _answer_request(self, number: int, parts: Callable[[], Iterable[TransferPart]], staging: Staging) -> None:
+        self._reply(number, parts, staging)
+        with self._changed:
+            self._num_requests -= 1
+
+    def _reply(self, number: int, parts: Callable[[], Iterable[TransferPart]], staging: Staging) -> None:
         try:
-            transfer = Transfer(number, answer(wanted))
+            transfer = Transfer(number, parts())
         except TransferRefusedError as e:
             reason = str(e).encode()
             self._put(MessageType.REFUSED, number, 0, len(reason), partial(_copy_bytes, reason))
         else:
             self._send(transfer, staging)
-        with self._changed:
-            self._num_requests -= 1
 
     def _count_request(self) -> None:
         with self._changed:

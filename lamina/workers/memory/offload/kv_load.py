@@ -5,8 +5,7 @@ layer k + 1 is loaded while rows go through layer k. A round waits for a layer o
 layers of a load it waits at most LATE_LOAD_S, then continues with whatever the blocks contain. The driver is notified
 that the pages were not loaded, and discards the tokens that these rows have drawn.
 
-A prefill worker that needs the KV of such a sequence gets each layer as soon as it is loaded (kv_transfer.
-prefix_replies).
+A prefill worker that needs the KV of such a sequence gets each layer as soon as it is loaded (kv_transfer.prefix_send).
 No round waits for that.
 """
 
