@@ -123,6 +123,7 @@ class Engine:
         for resumed in resume_from:
             request.replay(resumed)
         self.requests.add(request)  # not one whose tokens could not be taken
+        self.idle = False
         for sequence in request.sequences:
             if not sequence.finished:
                 self.scheduler.add(sequence)
@@ -157,11 +158,11 @@ class Engine:
         return self.requests.cancel(request_id)
 
     def release_idle_blocks(self) -> None:
-        """Without requests, wait for the steps in flight and free their blocks, so that an idle engine holds none."""
-        while not self.requests and (self.scheduler.num_running or self.in_flight or self.scheduler.has_pending_ops):
+        """Without requests, run steps until there is nothing to do, so that an idle engine holds no blocks."""
+        while not self.requests:
             self.step()
-        if not self.requests:
-            self.scheduler.drop_cancelled()
+            if self.idle:
+                break
 
     def finish_in_flight(self) -> list[RequestOutput]:
         """Wait for the steps in flight, and start none. Returns the outputs that grew. Raises WorkerError."""

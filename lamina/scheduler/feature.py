@@ -130,11 +130,6 @@ class Feature:
         """True while a report of a memory worker is pending."""
         return False
 
-    @property
-    def has_pending_ops(self) -> bool:
-        """True if ``begin_round`` has ops that must be sent even if no sequence runs."""
-        return False
-
     # Sequences arrive and leave:
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> Sequence | None:
         """A sequence is queued. If it is not new, it was preempted or rolled back, and has no KV.

@@ -46,10 +46,6 @@ class FeatureTable:
     def has_transfers(self) -> bool:
         return any(f.has_transfers for f in self._with["has_transfers"])
 
-    @property
-    def has_pending_ops(self) -> bool:
-        return any(f.has_pending_ops for f in self._with["has_pending_ops"])
-
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> list[Sequence]:
         others = [f.on_arrival(sequence, is_new=is_new) for f in self._with["on_arrival"]]
         return [other for other in others if other is not None]

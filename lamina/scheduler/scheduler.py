@@ -303,11 +303,6 @@ class Scheduler:
         """Add ``ops`` to the beginning of the next round's first plan, after those that were added before."""
         self._pending_ops += ops
 
-    @property
-    def has_pending_ops(self) -> bool:
-        """True if ops must be sent even if no sequence runs."""
-        return bool(self._pending_ops) or self.features.has_pending_ops
-
     def evict_retained(self) -> None:
         """Drop what is retained in the pool. Offloaded pages can still be loaded."""
         self._pending_ops += [self.features.evict(number) for number in self.features.eviction_order]

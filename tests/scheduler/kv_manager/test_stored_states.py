@@ -105,8 +105,8 @@ class House:
         return [s.num_cached_tokens for s in sequences]
 
     def finish(self) -> None:
-        while self.scheduler.running or self.scheduler.waiting or self.scheduler.has_pending_ops:
-            for step in self.scheduler.schedule():
+        while (steps := self.scheduler.schedule()) or self.scheduler.running or self.scheduler.waiting:
+            for step in steps:
                 self.run(step)
 
     def run(self, step: ScheduledStep) -> None:
