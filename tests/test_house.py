@@ -322,7 +322,6 @@ FEATURE_NAMES: dict[str, set[str]] = {
     # What sessions and sparsity know of a sequence goes with it through preemptions: one slot for each.
     "scheduler/sequence.py": {
         "SessionTurn", "sessions", "session_table", "sparsity",
-        "num_tokens_offloaded",  # it goes with the KV of the sequence, whatever drops that
         "is_migrating",  # each part of KvTransfer is set by one feature
     },
     "scheduler/admission.py": {"on_prefill_worker"},  # a feature fills in where the first rows are computed

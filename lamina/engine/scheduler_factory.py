@@ -353,7 +353,7 @@ def _offload_index(
         raise ValueError(conflict_text("--decode-only", WINDOWED_LAYERS))
     fixed = config.model.deterministic
     whole = math.lcm(info.storage.page_size, config.batching.prefill_chunk if fixed else 1)
-    states: Callable[[PageKeys, int], StoredStates] = StoredStates
+    states: Callable[[PageKeys, PrefixIndex, int], StoredStates] = StoredStates
     if isinstance(prefixes, HybridPrefixCache):
         states = partial(StoredStates, shards=info.state_shards, snapshots_of=prefixes.snapshots_of)
     return OffloadIndex(

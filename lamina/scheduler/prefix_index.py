@@ -15,7 +15,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from lamina.kv.page_keys import KEY_TOKENS, ChainRoot, page_key, prefix_keys
+from lamina.kv.page_keys import KEY_TOKENS, STATE_PREFIX_BYTES, ChainRoot, page_key, prefix_keys, tokens_of_state
 
 if TYPE_CHECKING:
     from .sequence import Sequence
@@ -25,14 +25,24 @@ Place = int
 POOL, PREFILL = "pool", "prefill"  # kinds of places; storage is another
 
 
+@dataclass
+class KnownKeys:
+    """The keys of prefixes of some tokens that are known: after each KEY_TOKENS of them, and by other lengths."""
+
+    whole: list[bytes] = field(default_factory=list)
+    partial: dict[int, bytes] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Forget all keys, since they change."""
+        self.whole.clear()
+        self.partial.clear()
+
+
 class Keyed(Protocol):
-    """Tokens with the keys of their prefixes that are known: ``page_keys`` after each KEY_TOKENS of them, and
-    ``partial_page_keys`` by other lengths.
-    """
+    """Tokens with the keys of their prefixes that are known."""
 
     salt: bytes
-    page_keys: list[bytes]
-    partial_page_keys: dict[int, bytes]
+    known_keys: KnownKeys
 
     @property
     def tokens(self) -> Several[int]: ...
@@ -44,8 +54,7 @@ class KeyedTokens:
 
     salt: bytes
     tokens: Several[int]
-    page_keys: list[bytes] = field(default_factory=list)
-    partial_page_keys: dict[int, bytes] = field(default_factory=dict)
+    known_keys: KnownKeys = field(default_factory=KnownKeys)
 
 
 class PageKeys:
@@ -73,15 +82,16 @@ class PageKeys:
         chain = self._chain(of, length)
         if not length % KEY_TOKENS:
             return chain[length // KEY_TOKENS - 1]
-        if (key := of.partial_page_keys.get(length)) is None:
+        if (key := of.known_keys.partial.get(length)) is None:
             first = length // KEY_TOKENS * KEY_TOKENS
             parent = chain[first // KEY_TOKENS - 1] if first else self._root(of.salt)
-            key = of.partial_page_keys[length] = page_key(parent, first, of.tokens[first:length])
+            key = of.known_keys.partial[length] = page_key(parent, first, of.tokens[first:length])
         return key
 
     def _chain(self, of: Keyed, length: int) -> list[bytes]:
         """Return its keys after each KEY_TOKENS, those of the first ``length`` tokens at least."""
-        known, first, stop = of.page_keys, len(of.page_keys) * KEY_TOKENS, length // KEY_TOKENS * KEY_TOKENS
+        known, stop = of.known_keys.whole, length // KEY_TOKENS * KEY_TOKENS
+        first = len(known) * KEY_TOKENS
         if first < stop:
             known += prefix_keys(known[-1] if known else self._root(of.salt), first, of.tokens[first:stop])
         return known
@@ -144,6 +154,8 @@ class PrefixIndex:
         """``root``: of all chains; None: one without a store."""
         self.root = root or ChainRoot()
         self._pages: dict[bytes, _Page] = {}
+        # First bytes of a page's key -> tokens -> keys of states.
+        self._states: dict[bytes, dict[int, set[bytes]]] = {}
         self._leases: dict[bytes, int | dict[int, None]] = {}  # the session that leases a page, or several in order
         self._holdings: dict[Place, OrderedDict[int, Holding]] = {}
         self._places: dict[tuple[str, int], Place] = {}
@@ -206,6 +218,27 @@ class PrefixIndex:
                     self._num_pages[place] -= 1
             if not page.places:
                 del self._pages[key]
+                self._drop_state(key)
+
+    def add_states(self, keys: Iterable[bytes]) -> None:
+        """Let pages be found as the recurrent states after other pages, as long as a place has them."""
+        for key in keys:
+            self._states.setdefault(key[:STATE_PREFIX_BYTES], {}).setdefault(tokens_of_state(key), set()).add(key)
+
+    def _drop_state(self, key: bytes) -> None:
+        after, tokens = self.states_after(key), tokens_of_state(key)
+        if key in after.get(tokens, ()):
+            after[tokens].discard(key)
+            if not after[tokens]:
+                del after[tokens]
+            if not after:
+                del self._states[key[:STATE_PREFIX_BYTES]]
+
+    def states_after(self, key: bytes) -> dict[int, set[bytes]]:
+        """Return the keys of the states less than a page after a page, by their tokens. ``key``: of it, or of such
+        states.
+        """
+        return self._states.get(key[:STATE_PREFIX_BYTES], {})
 
     def clear(self, places: Place, *, ready: bool = True) -> None:
         """Record that ``places`` have lost all pages. With ``ready=False``, ready pages stay."""

@@ -10,6 +10,7 @@ from lamina.protocol.control import SampledToken
 from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.request import CompletionOutput, SamplingParams
 
+from .prefix_index import KnownKeys
 from .sessions.session_table import SessionTurn
 from .sparsity.kept_kv import KeptKv
 
@@ -97,11 +98,7 @@ class Sequence:
     external_sampling: bool = False
     awaits_external_token: bool = False  # its last logits have arrived, and the caller has not chosen yet
     logits_stale: bool = False  # the logits in flight are those after the token before the last
-    # Tokens of the pages that are saved as they fill, if pages are offloaded.
-    num_tokens_offloaded: int = 0
-    # Cached keys of its prefixes: see prefix_index.Keyed.
-    page_keys: list[bytes] = field(default_factory=list)
-    partial_page_keys: dict[int, bytes] = field(default_factory=dict)
+    known_keys: KnownKeys = field(default_factory=KnownKeys)
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -228,13 +225,8 @@ class Sequence:
         self.early_tokens.clear()
         self.logits_stale, self.transfer = False, NO_TRANSFER
 
-    def forget_page_keys(self) -> None:
-        """Drop the cached page keys, since they change."""
-        self.page_keys.clear()
-        self.partial_page_keys.clear()
-
     def reset_computed(self) -> None:
         """Reset its progress. All known tokens will be recomputed under a new id."""
         self.id, self.awaits_external_token = -1, False
-        self.num_computed_tokens = self.num_cached_tokens = self.num_tokens_offloaded = 0
+        self.num_computed_tokens = self.num_cached_tokens = 0
         self.num_tokens_in_penalties, self.transfer = -1, NO_TRANSFER

@@ -66,7 +66,7 @@ class OffloadIndex(Feature):
         exact: bool = True,
         num_parity: int = 0,
         cached_tokens_of: Callable[[Sequence], int] = lambda sequence: 0,
-        states: Callable[[PageKeys, int], StoredStates] = StoredStates,
+        states: Callable[[PageKeys, PrefixIndex, int], StoredStates] = StoredStates,
         recomputes: bool = True,
     ) -> None:
         """``holders``: the memory workers of each layer group. ``prefix_index``: of keys with the store's root.
@@ -82,7 +82,7 @@ class OffloadIndex(Feature):
         self.backend, self.is_complete = facts.backend, facts.is_complete
         self._num_parity, self._exact = num_parity, exact
         self.keys = PageKeys(facts.page_size, prefix_index.root)
-        self.states = states(self.keys, 1 if self._exact else whole)
+        self.states = states(self.keys, prefix_index, 1 if self._exact else whole)
         self.identity, self._index, self._places = facts.identity, prefix_index, list[Place]()  # of KV shards
         self._ledger = tables
         windows = [w for w in tables.windows if w]
@@ -91,6 +91,7 @@ class OffloadIndex(Feature):
         self._moving: dict[int, PageTransfer] = {}
         self._saving: dict[int, SequenceSave] = {}  # by retained sequence
         self._loading: dict[int, SequenceLoad] = {}  # by sequence
+        self._filled: dict[Sequence, int] = {}  # see num_filled_tokens
         self._drops = PendingDeletes()
         # The arguments of the last query, and its result; and those of the last prompt that may take a snapshot.
         self._found: tuple[Sequence, int, int, KvStart | None] | None = None
@@ -119,10 +120,10 @@ class OffloadIndex(Feature):
         page_keys = [self._drops.exclude_deleted(keys) for keys in facts.pages]
         for place, owners in zip(self._places, self._holders, strict=True):
             self._index.add(place, list(set.intersection(*(page_keys[w] for w in owners))))
-        self.states.clear()
         listed = [self._drops.exclude_deleted(keys) for keys in facts.states] if self.states.are_needed else []
         for kv_shard, place in enumerate(self._places):
-            self._index.add(place, self.states.add_common(kv_shard, listed))
+            self._index.add(place, common := self.states.common(kv_shard, listed))
+            self._index.add_states(common)
         self._index.root.era = facts.era
         self._forget_queries()
 
@@ -251,11 +252,6 @@ class OffloadIndex(Feature):
         """The keys of all pages that storage has."""
         return self._index.keys(sum(self._places))
 
-    @property
-    def has_pending_ops(self) -> bool:
-        """True if pages must be deleted from storage."""
-        return bool(self._drops.pending)
-
     def is_saving(self, number: int) -> bool:
         """Return True while a page of a sequence is being saved."""
         return number in self._saving
@@ -289,14 +285,23 @@ class OffloadIndex(Feature):
                 ops += self.save_states_ops(sequence)
             stop = len(sequence.prompt if sequence.kept.drops_blocks else sequence.tokens)
             length = min(sequence.num_computed_tokens, stop) // self.page_size * self.page_size
-            if length > sequence.num_tokens_offloaded and self._may_fill(sequence):
-                sequence.num_tokens_offloaded = length
+            if length > self.num_filled_tokens(sequence) and self._may_fill(sequence):
+                self._filled[sequence] = length
                 ops += self.save_ops(sequence, length)
         return ops
 
     def on_leave(self, leaving: Leaving) -> None:
-        """Forget which snapshots of a sequence are saved."""
+        """Forget which pages and snapshots of a sequence are saved."""
         self.states.forget(leaving.sequence.id)
+        self._filled.pop(leaving.sequence, None)
+
+    def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
+        """Forget which pages of a sequence were saved, since it begins anew."""
+        self._filled.pop(sequence, None)
+
+    def num_filled_tokens(self, sequence: Sequence) -> int:
+        """The number of tokens of a running sequence in pages that are saved as they fill."""
+        return self._filled.get(sequence, 0)
 
     def _may_fill(self, sequence: Sequence) -> bool:
         alone = sequence.turn.discarded_ranges or sequence.do_not_cache  # no other sequence may find its KV
@@ -329,8 +334,8 @@ class OffloadIndex(Feature):
             if key not in coming and not self._has(key, lane):
                 tag, prompt = self._index.root.tenant_tag(sequence.salt), len(sequence.prompt)
                 op = SaveKv(sequence.id, NO_TRANSFER_ID, length, 0, [key], tag, prompt)
-                self.states.add([key])
                 self._begin_saves(sequence, [op], {key: lane})
+                self._index.add_states([key])
                 ops.append(op)
         return ops
 
@@ -401,9 +406,7 @@ class OffloadIndex(Feature):
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Make pages unfindable."""
-        gone = list(keys)
-        self._index.drop(sum(self._places), gone)
-        self.states.discard(gone)
+        self._index.drop(sum(self._places), keys)
         self._forget_queries()
 
     def _forget_queries(self) -> None:
@@ -442,12 +445,11 @@ class OffloadIndex(Feature):
         Old pages are deleted from storage over several plans, except pages that are being loaded.
         """
         for sequence in sequences:
-            sequence.forget_page_keys()
+            sequence.known_keys.forget()
         loading = set[bytes]().union(*((*x.loadable.keys, *x.loadable.state_keys) for x in self._loading.values()))
         saving = set[bytes]().union(*(x.keys for x in self._saving.values()))
         self._drops.pending += sorted((self.stored_keys | saving) - loading)
         self._index.clear(sum(self._places))
-        self.states.clear()
         self._index.root.era = era
         self._forget_queries()
         return ()
@@ -500,7 +502,6 @@ class OffloadIndex(Feature):
         op, saving = moving.op, self._saving[moving.op.sequence]
         self._index.confirm(sum(self._places), op.keys[: moving.pages])  # those that were not given up since then
         self._index.drop(sum(self._places), op.keys[moving.pages :], ready=False)
-        self.states.discard(key for key in op.keys[moving.pages :] if not self._index.has(sum(self._places), key))
         self._forget_queries()
         saving.error = saving.error or moving.error
         saving.num_waiting -= 1

@@ -269,7 +269,7 @@ class PrefixCache(Feature):
         """Make a retained sequence unfindable, since it drops tokens and later ones move to other positions."""
         held = self.prefix_index.release(self._place, number)
         del held.sequence.tokens[first : first + count]
-        held.sequence.forget_page_keys()
+        held.sequence.known_keys.forget()
         held.keys, held.length, held.until = [], 0, 0.0
         self.prefix_index.hold(self._place, number, held)
         self._shifted.add(number)

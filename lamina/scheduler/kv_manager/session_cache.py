@@ -121,7 +121,7 @@ class SessionCache(Feature):
         If it failed, its saved pages are deleted.
         """
         if sequence.output.went_wrong and not sequence.do_not_cache:
-            keys = index.keys_of(sequence, sequence.num_tokens_offloaded)
+            keys = index.keys_of(sequence, index.num_filled_tokens(sequence))
             return [*index.delete_ops(sequence.id, [*keys, *index.states.keys_along(sequence)])]
         if sequence.turn.discarded_ranges or sequence.kept.drops_blocks or sequence.do_not_cache:
             return []
@@ -192,7 +192,7 @@ class SessionCache(Feature):
             ops.append(self._prefix_cache.evict(leaf))  # which takes it from the session
         if self._offload_index:
             index = self._offload_index
-            filled = [key for s in turns for key in index.keys_of(s, s.num_tokens_offloaded)]
+            filled = [key for s in turns for key in index.keys_of(s, index.num_filled_tokens(s))]
             own: list[Keyed] = [_keyed(session), *turns]
             states = [key for of in own for key in index.states.keys_along(of)]
             count = max((n for n, key in enumerate(session.keys, 1) if self._is_shared(key)), default=0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 
 from lamina.config.partition import KvShards
 from lamina.kv.page_keys import STATE_PREFIX_BYTES, state_key, tokens_of_state
-from lamina.scheduler.prefix_index import Keyed, PageKeys
+from lamina.scheduler.prefix_index import Keyed, PageKeys, PrefixIndex
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.starts import Candidates, KvStart
 
@@ -18,17 +18,16 @@ class StoredStates:
     def __init__(
         self,
         keys: PageKeys,
+        index: PrefixIndex,
         unit: int,
         shards: Several[KvShards | None] = (),
         snapshots_of: Callable[[int], Several[int]] = lambda number: (),
     ) -> None:
-        """``keys``: of the pages of storage. ``unit``: states are stored after its multiples only. ``shards``: see
-        ComputeReady; none for other models. ``snapshots_of``: returns the lengths of the snapshots of a sequence in the
-        pool.
+        """``keys``: of the pages of storage, which are in ``index``. ``unit``: states are stored after its multiples
+        only. ``shards``: see ComputeReady; none for other models. ``snapshots_of``: returns the lengths of the
+        snapshots of a sequence in the pool.
         """
-        self._keys, self._unit, self._snapshots_of, self.shards = keys, unit, snapshots_of, shards
-        # First bytes of a page's key -> tokens -> keys of states.
-        self._after: dict[bytes, dict[int, set[bytes]]] = {}
+        self._keys, self._index, self._unit, self._snapshots_of, self.shards = keys, index, unit, snapshots_of, shards
         self._seen: dict[int, list[int]] = {}  # running sequence -> its snapshots
 
     @property
@@ -36,33 +35,10 @@ class StoredStates:
         """True if a prompt cannot begin with pages alone."""
         return bool(self.shards)
 
-    def add_common(self, kv_shard: int, listed: Several[set[bytes]]) -> list[bytes]:
-        """Add the states that a sequence in a KV shard can load, and return them. ``listed``: by memory worker."""
+    def common(self, kv_shard: int, listed: Several[set[bytes]]) -> list[bytes]:
+        """Return the states that a sequence in a KV shard can load. ``listed``: by memory worker."""
         owners = [keys for own, keys in zip(self.shards, listed, strict=True) if own is not None and kv_shard in own]
-        common = list(set.intersection(*owners)) if owners else []
-        self.add(common)
-        return common
-
-    def add(self, keys: Iterable[bytes]) -> None:
-        """Add states that storage has, or is about to have."""
-        for key in keys:
-            lengths = self._after.setdefault(key[:STATE_PREFIX_BYTES], {})
-            lengths.setdefault(tokens_of_state(key), set()).add(key)
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Remove states. Keys of pages are ignored."""
-        for key in keys:
-            if self.has(key):
-                lengths, tokens = self._after[key[:STATE_PREFIX_BYTES]], tokens_of_state(key)
-                lengths[tokens].discard(key)
-                if not lengths[tokens]:
-                    del lengths[tokens]
-                if not lengths:
-                    del self._after[key[:STATE_PREFIX_BYTES]]
-
-    def clear(self) -> None:
-        """Remove all states."""
-        self._after.clear()
+        return list(set.intersection(*owners)) if owners else []
 
     def key_of(self, of: Keyed, length: int) -> bytes:
         """Return the key of the states after its first ``length`` tokens, a page at least."""
@@ -94,8 +70,8 @@ class StoredStates:
         """Yield lengths, up to ``stop``, after which storage has states of these tokens, each with the keys of the
         states and of the partial page that ends there.
         """
-        for key in self._keys.whole(of, stop) if self._after else ():
-            for length in self._after.get(key[:STATE_PREFIX_BYTES], ()):
+        for key in self._keys.whole(of, stop) if self.are_needed else ():
+            for length in self._index.states_after(key):
                 if self._keys.page_size <= length <= stop and self.has(self.key_of(of, length)):
                     yield length, self._keys_at(of, length)
 
@@ -121,14 +97,14 @@ class StoredStates:
 
     def has(self, state: bytes) -> bool:
         """Return whether storage has states, or is about to have them."""
-        return state in self._after.get(state[:STATE_PREFIX_BYTES], {}).get(tokens_of_state(state), ())
+        return state in self._index.states_after(state).get(tokens_of_state(state), ())
 
     def lengths_up_to(self, sequence: Sequence, whole: int, stop: int) -> Iterator[int]:
         """Yield the lengths after which storage may have states of a sequence, the most first. Its first ``whole``
         tokens are in stored pages.
         """
         for number, key in reversed([*enumerate(self._keys.whole(sequence, whole), 1)]):
-            for length in sorted(self._after.get(key[:STATE_PREFIX_BYTES], ()), reverse=True):
+            for length in sorted(self._index.states_after(key), reverse=True):
                 is_after = length // self._keys.page_size == number
                 if is_after and length <= stop and self._can_be_stored(length):
                     yield length

@@ -181,7 +181,7 @@ class ReferenceDecoder(Feature):
         kept.drops_blocks, kept.budget, kept.scores = False, 0, None
         if self._options.selects_blocks and not kept.full_attention:
             kept.full_attention, sequence.salt = True, sequence.salt + FULL_ATTENTION_SALT
-            sequence.forget_page_keys()
+            sequence.known_keys.forget()
 
 
 def _end_shadows(sequences: Iterable[Sequence]) -> None:

@@ -307,7 +307,7 @@ def test_after_a_reset_reserved_prompts_have_new_keys_and_running_ones_none() ->
         assert desk.num_cached_pages(sequence) == [3]
     running.do_not_cache, desk.index.root.era = True, era
     for sequence in (waiting, running):
-        sequence.forget_page_keys()
+        sequence.known_keys.forget()
         assert desk.num_cached_pages(sequence) == [0]
     placement = PrefillPlacement(prefill, PrefixCache(BlockTables([0], [1], PAGE), 0))
     for feature in (prefill, placement):

@@ -362,7 +362,9 @@ def test_a_lookup_costs_no_more_with_many_states_of_other_prompts_after_the_same
 
     assert found() == [PAGE + 2]
     before = num_calls(found)
-    states.add(state_key(key, page_key(key, 1, [number, 60]), PAGE + 2) for number in range(1000))
+    house.prefixes.prefix_index.add_states(
+        state_key(key, page_key(key, 1, [number, 60]), PAGE + 2) for number in range(1000)
+    )
     assert found() == [PAGE + 2]
     assert num_calls(found) == before
 
