@@ -162,6 +162,12 @@ class TransferLink:
         """Request a transfer of the peer, which is to be expected. ``data``: must fit the peer's inbox."""
         self._enqueue(lambda staging: self._put(MessageType.REQUEST, number, 0, len(data), partial(_copy_bytes, data)))
 
+    def fetch(self, data: bytes, parts: Iterable[TransferPart], silence_s: float) -> Transfer:
+        """Request a transfer and expect it. Each transfer that the peer sends begins so, on one thread."""
+        number = self._last + 1
+        self.request(number, data)
+        return self.expect(Transfer(number, parts, silence_s))
+
     def reply(self, number: int, parts: Callable[[], Iterable[TransferPart]]) -> None:
         """Send a transfer that the peer expects, after earlier ones. If ``parts`` raises TransferRefusedError, on the
         thread that sends, refuse it.
@@ -423,6 +429,14 @@ def parts_from(data: bytes) -> Iterator[TransferPart]:
     for low in range(0, len(data), PART_BYTES):
         some = data[low : low + PART_BYTES]
         yield TransferPart(len(some), partial(_copy_bytes, some))
+
+
+def split_into(buffers: Iterable[bytearray | memoryview], data: bytes | bytearray | memoryview) -> None:
+    """Fill the buffers with ``data``, one after another."""
+    at = 0
+    for view in (memoryview(buffer).cast("B") for buffer in buffers):
+        view[:] = data[at : at + view.nbytes]
+        at += view.nbytes
 
 
 def parts_into(data: bytearray) -> Iterator[TransferPart]:

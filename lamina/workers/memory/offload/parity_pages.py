@@ -13,7 +13,6 @@ parity: then all workers reconnect in another epoch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -27,12 +26,12 @@ from lamina.protocol.step_plan import Free, LoadKv, ProtocolError, StepPlan, Tru
 from lamina.workers.device_selection import CPU
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.transfer_link import (
-    Transfer,
     TransferLink,
     TransferPart,
     TransferRefusedError,
     parts_from,
     parts_into,
+    split_into,
 )
 from lamina.workers.runtime import RUNTIME, Runtime
 from lamina.workers.staging import HostStaging
@@ -109,21 +108,15 @@ class ParityPages:
         """``links``: to all other memory workers of its rank; opened here. ``lost``: called at each read over a lost
         link, until it returns True.
         """
-        self._links, self._numbers = links, itertools.count()  # of transfers
-        self._lost, self._is_lost = lost, False
+        self._links, self._lost, self._is_lost = links, lost, False
         links.open(ANSWER_S)
 
     def read(self, op: LoadKv, page: int, layers: range, into: Mapping[PageFragment, memoryview]) -> None:
         """Fill the buffers with the exclusive or of what all others have loaded. Raises StorageError."""
         ask = encode(LoadedLayersRequest(op.transfer_id, page, layers.start, layers.stop))
-        sources, number = list(self._links.by_number.values()), next(self._numbers)
+        sources = list(self._links.by_number.values())
         came = [bytearray(sum(view.nbytes for view in into.values())) for _ in sources]
-        for source in sources:
-            source.request(number, ask)
-        each = [
-            source.expect(Transfer(number, parts_into(data), ANSWER_S))
-            for source, data in zip(sources, came, strict=True)
-        ]
+        each = [source.fetch(ask, parts_into(data), ANSWER_S) for source, data in zip(sources, came, strict=True)]
         errors = list[ChannelError]()
         for source, transfer in zip(sources, each, strict=True):
             try:  # of all, before the next request: a link has one at a time
@@ -134,10 +127,7 @@ class ParityPages:
         if errors:
             raise StorageError(f"the parity of what was loaded is not known: {errors[0]}") from errors[0]
         parity = np.bitwise_xor.reduce([np.frombuffer(data, np.uint8) for data in came], axis=0)
-        at = 0
-        for view in into.values():
-            view[:] = parity[at : at + view.nbytes].data
-            at += view.nbytes
+        split_into(into.values(), parity.data)
 
     def _report_loss(self, source: TransferLink) -> None:
         if source.lost and not self._is_lost:

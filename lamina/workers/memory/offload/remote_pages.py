@@ -7,7 +7,6 @@ Received pages are used, and not stored here: the driver counts them as availabl
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -20,12 +19,12 @@ from lamina.protocol.offload_messages import MAX_LISTED_PAGES
 from lamina.protocol.step_plan import KEY_BYTES, ProtocolError, decode, encode
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.transfer_link import (
-    Transfer,
     TransferLink,
     TransferPart,
     TransferRefusedError,
     parts_from,
     parts_into,
+    split_into,
 )
 from lamina.workers.memory.worker_counters import Counters
 
@@ -52,7 +51,6 @@ class RemotePages:
         ``medium``.
         """
         self._medium, self._links, self._meter = medium, links, meter
-        self._numbers = itertools.count()  # of transfers
         self._locations: dict[bytes, TransferLink] = {}
         links.open(ANSWER_S, self._answer, accept_s=ACCEPT_TIMEOUT_S)
 
@@ -81,18 +79,12 @@ class RemotePages:
             if (source := self._locations.get(key)) is None:
                 raise
             try:
-                self._request(source, PageRequest(key, list(into)), _parts_of(into), ANSWER_S)
+                source.wait(source.fetch(encode(PageRequest(key, list(into))), _parts_of(into), ANSWER_S))
             except ChannelError as e:
                 if not isinstance(e, TransferRefusedError):
                     self._locations = {key: link for key, link in self._locations.items() if link is not source}
                 raise FragmentLostError(str(e)) from e
             self._meter.add("kv_peer_bytes", sum(memoryview(buffer).nbytes for buffer in into.values()))
-
-    def _request(self, source: TransferLink, ask: PageRequest, parts: Iterator[TransferPart], silence_s: float) -> None:
-        """Receive what is requested. Raises ChannelError."""
-        number = next(self._numbers)
-        source.request(number, encode(ask))
-        source.wait(source.expect(Transfer(number, parts, silence_s)))
 
     def _keys(self, source: TransferLink, share: frozenset[PageFragment]) -> list[bytes]:
         """Return the keys of pages that another worker has. Raises ChannelError."""
@@ -107,8 +99,8 @@ class RemotePages:
             keys.extend(bytes(nbytes))
             yield from parts_into(keys)
 
-        ask = PageRequest(b"", sorted(share))
-        self._request(source, ask, parts(), self._links.start_s)  # the other worker may still start
+        ask = encode(PageRequest(b"", sorted(share)))
+        source.wait(source.fetch(ask, parts(), self._links.start_s))  # the other worker may still start
         return [bytes(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
     def _answer(self, data: bytes) -> Iterator[TransferPart]:
@@ -132,10 +124,6 @@ class RemotePages:
 
 def _parts_of(into: Mapping[PageFragment, bytearray | memoryview]) -> Iterator[TransferPart]:
     """Yield the parts that fill the buffers, one after another."""
-    views = [memoryview(buffer).cast("B") for buffer in into.values()]
-    data = bytearray(sum(view.nbytes for view in views))
+    data = bytearray(sum(memoryview(buffer).nbytes for buffer in into.values()))
     yield from parts_into(data)
-    at = 0
-    for view in views:
-        view[:] = data[at : at + view.nbytes]
-        at += view.nbytes
+    split_into(into.values(), data)
