@@ -45,7 +45,7 @@ class LongTexts:
             check_encoding(text)
         nbytes = sum(len(text) * (1 if text.isascii() else 4) for text in texts)
         memory = TOKENIZING * nbytes + SPARE
-        question = Encode(texts=list(texts), special=special, timeout_s=self._timeout_s, memory=memory)
+        question = Encode(texts=list(map(str, texts)), special=special, timeout_s=self._timeout_s, memory=memory)
         reply = self._process.ask(question, self._timeout_s, self._first)
         if isinstance(reply, EncodeFailed):
             raise ValueError(reply.text)

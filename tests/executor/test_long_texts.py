@@ -17,6 +17,7 @@ from tokenizer_kinds import KINDS, TEXT, USER, tokenizer_of
 
 from lamina.executor import long_texts
 from lamina.executor.long_texts import LongTexts
+from lamina.models.chat_template import RenderedChat
 from lamina.models.tokenizer import token_ids
 
 TEXTS = [*TEXT, f"{USER}the cat{USER}", "", " ", "\n\n x  y", "caf\u00e9 \U0001f600" * 50, "the cat sat " * 2000]
@@ -100,6 +101,10 @@ def test_a_process_that_is_ended_is_replaced(texts: LongTexts) -> None:
     os.kill(texts.pid, signal.SIGKILL)
     assert eventually(lambda: not alive([texts.pid or 0]), SOON_S)
     assert ids_of(texts, "the cat") == expected
+
+
+def test_a_conversation_in_a_template_is_a_text_like_any_other(texts: LongTexts) -> None:
+    assert ids_of(texts, RenderedChat("the cat")) == ids_of(texts, "the cat")
 
 
 def test_half_of_a_pair_is_refused_in_the_words_of_short_texts(texts: LongTexts) -> None:

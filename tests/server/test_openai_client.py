@@ -127,6 +127,14 @@ def test_chat_ends_with_the_context_where_no_limit_is_given(openai: OpenAI) -> N
 
 
 @pytest.mark.long
+def test_a_long_conversation_has_the_tokens_of_its_template(openai: OpenAI, tokenizer: Any) -> None:
+    """A text of over 8,192 characters goes to a process of its own."""
+    talk = [{"role": "user", "content": "x = 1" + " " * 10_000 + "y"}]
+    answer = openai.chat.completions.create(**{**GREEDY, "messages": talk})
+    expected = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert answer.usage.prompt_tokens == len(expected)
+
+
 def test_chat_logprobs(openai: OpenAI) -> None:
     choice = openai.chat.completions.create(
         messages=TALK, logprobs=True, top_logprobs=3, **{**GREEDY, "max_tokens": 3}
