@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fcntl
 import logging
 import os
@@ -14,10 +13,12 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from lamina.config.conflicts import OVERLOAD, PREFILL_POLICY, SLO_TBT, SLO_TTFT, need_text
 from lamina.config.flag_groups import GROUP_OF, flag_name
 from lamina.config.flat_options import OPTIONS
-from lamina.config.option import parse_seconds
+from lamina.config.option import options_of, parse_seconds
 from lamina.facts.host_memory import memory_bytes
 from lamina.facts.report import size_text
 from lamina.models.chat_template import read_template
@@ -28,8 +29,7 @@ from lamina.server.server_config import ServerConfig
 from lamina.utils.background_thread import LowPriorityCall
 
 from .common.config_file import add_config_flag
-from .common.flags import add_engine_flags, engine_config, print_config
-from .common.group_flags import FlagValue, add_groups
+from .common.flags import add_engine_flags, add_option_flags, engine_config, print_config
 from .common.parser import Parser
 from .common.preflight import check, check_gpus, workers_that_would_start
 
@@ -48,7 +48,6 @@ ESSENTIAL = frozenset((
     "--max-num-seqs", "--memory-workers", "--prefill-workers", "--pipeline", "--tensor-parallel-size",
     "--compute-device", "--memory-device", "--transport", "--cluster", "--config", "--print-config", "--dry-run",
 ))  # fmt: skip
-_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,23 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a directory, a GGUF file or a hub id")
     if isinstance(parser, Parser):
         parser.essential = ESSENTIAL
-    fields = dataclasses.fields(ServerConfig)
-    values = {
-        f.name: FlagValue(_seconds if f.name in TIMEOUTS else _TYPES[str(f.type)], f.default, f.metadata["help"])
-        for f in fields
-    }
-    groups, group = dict[str, Any](), parser
-    for name in values:
-        if name in SUBJECTS:
-            group = parser.add_argument_group(SUBJECTS[name])  # type: ignore[assignment]
-        groups[name] = group
-    grouped = add_groups(parser, lambda name: groups[name], values)
-    for name in (name for name in values if name not in grouped):
-        parse, default, help = values[name]
-        kind: dict[str, Any] = {"type": parse}
-        if parse is bool:
-            kind = {"action": argparse.BooleanOptionalAction}
-        groups[name].add_argument(flag_name(name), default=default, help=f"{help} (default: {default})", **kind)
+    options, titles, title = options_of(ServerConfig), dict[str, str](), ""
+    for name in options:
+        titles[name] = title = SUBJECTS.get(name, title)
+    add_option_flags(parser, options, titles, dict.fromkeys(TIMEOUTS, _seconds))
     add_config_flag(parser)
     add_engine_flags(parser, [name for name in OPTIONS if name != "decode_only"])
     parser.set_defaults(decode_only=False)  # known to --config, since --print-config writes it
@@ -106,18 +92,18 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 after an orderly end, 1 where the engine was lost; raises ValueError for bad input."""
     if args.log_json:  # perhaps by --config
         log_json("server")
-    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
+    options, defaults = {name: getattr(args, name) for name in options_of(ServerConfig)}, ServerConfig()
     options |= {name: _key(name, options[name]) for name in ("api_key", "admin_key")}
     config, engine = ServerConfig(**options), engine_config(args)
-    if config.prefill_policy != ServerConfig.prefill_policy and not engine.topology.prefill_workers:
+    if config.prefill_policy != defaults.prefill_policy and not engine.topology.prefill_workers:
         raise ValueError(need_text(PREFILL_POLICY, ["--prefill-workers"]))
-    if config.overload != ServerConfig.overload and not (config.slo_ttft or config.slo_tbt):
+    if config.overload != defaults.overload and not (config.slo_ttft or config.slo_tbt):
         raise ValueError(need_text(OVERLOAD, [SLO_TTFT, SLO_TBT]))
     if config.chat_template:
         read_template(config.chat_template)
     if args.print_config:
         secret = {name: "***" for name in ("api_key", "admin_key") if getattr(config, name)}
-        shown = {**dataclasses.asdict(config), **secret}
+        shown = {**structs.asdict(config), **secret}
         print_config(engine, model=args.model, **shown)
         return 0
     _check_key_file(config.ssl_keyfile)

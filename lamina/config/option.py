@@ -56,12 +56,15 @@ class Option(NamedTuple):
             words = " | ".join(_TYPE_WORDS.get(t, t.__name__) for t in self.types)
             raise ValueError(f"{flag_name(self.name)} must be of type {words}, not {value!r}")
         low, most = self.range.ge, self.range.le
+        if self.range.gt == 0 and value <= 0:
+            raise ValueError(f"{flag_name(self.name)} must be positive, not {value}")
         if low is not None and value < low:
             raise ValueError(f"{flag_name(self.name)} must be at least {low}, not {value}")
         if most is not None and value > most:
             raise ValueError(f"{flag_name(self.name)} must be at most {most}, not {value}")
         if self.choices.names and value not in self.choices.names:
-            raise ValueError(f"{flag_name(self.name)} must be one of {', '.join(self.choices.names)}, not {value!r}")
+            known = ", ".join(filter(None, self.choices.names))
+            raise ValueError(f"{flag_name(self.name)} must be one of {known}, not {value!r}")
 
 
 @cache

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from lamina.config.conflicts import SSL_CERTFILE, SSL_KEYFILE, check_together
 from lamina.config.flag_groups import flag_name
-from lamina.config.option import parse_seconds, parse_size
+from lamina.config.option import Choices, Options, parse_seconds, parse_size
 from lamina.executor.chat_renderer import TemplateLimits
 from lamina.scheduler.conductor import ConductorConfig
 from lamina.scheduler.conductor.overload import NO_LIMITS, OVERLOAD_POLICIES, SloLimits
@@ -19,161 +19,143 @@ from .memory_limits import MemoryLimits, memory_limits
 from .reasoning_parsers import REASONING_PARSERS
 from .tool_parsers import TOOL_PARSERS
 
-
-def option(default: Any, help: str) -> Any:
-    """A field with the text that ``lamina-launch`` prints for its flag."""
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(Options, frozen=True, kw_only=True):
     """The options of the HTTP server. Lists are separated by commas; 0 or "" switches a feature off by default."""
 
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 = any free one, which is printed")
-    uds: str = option("", "Unix socket to listen on instead of host and port")
-    served_model_name: str = option("", "names that clients may use for the model, by comma; empty = MODEL as given")
-    tokenizer: str = option("", "a path or hub id; empty = the model's own")
-    generation_config: str = option(
-        "auto",
+    host: Annotated[str, "address to listen on"] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), "port to listen on; 0 = any free one, which is printed"] = 8000
+    uds: Annotated[str, "Unix socket to listen on instead of host and port"] = ""
+    served_model_name: Annotated[str, "names that clients may use for the model, by comma; empty = MODEL as given"] = ""
+    tokenizer: Annotated[str, "a path or hub id; empty = the model's own"] = ""
+    generation_config: Annotated[
+        str,
         "sampling parameters that requests leave out: auto = the model's generation_config.json, none, or a directory",
+    ] = "auto"
+    api_key: Annotated[
+        str, "keys, by comma, of which requests must bear one, except to /health, /ping and /; better LAMINA_API_KEY"
+    ] = ""
+    admin_key: Annotated[
+        str, "the operator's key, which `lamina-launch scale`, `drain` and `cordon` need; better LAMINA_ADMIN_KEY"
+    ] = ""
+    ssl_keyfile: Annotated[str, "private key for TLS, a PEM file"] = ""
+    ssl_certfile: Annotated[str, "certificate for TLS, a PEM file"] = ""
+    allowed_origins: Annotated[str, "origins, by comma, whose pages may call this server from a browser (CORS)"] = ""
+    allowed_hosts: Annotated[str, "names, by comma, by which clients may reach a server without keys; * = any"] = ""
+    max_num_queued_reqs: Annotated[
+        int, Meta(ge=0), "completions that may wait beyond those that decode; above: status 429"
+    ] = 256
+    max_num_queued_tokens: Annotated[
+        int, Meta(ge=0), "prompt tokens that may wait for their first token; above: status 429"
+    ] = 0
+    slo_ttft: Annotated[
+        str, "promised time to the first token, such as 2s; a request that would wait longer gets status 429"
+    ] = ""
+    slo_tbt: Annotated[
+        str, "promised time between two tokens, such as 100ms; a request that would make it longer gets status 429"
+    ] = ""
+    overload: Annotated[
+        str, f"when the load of decoding counts for them: {', '.join(OVERLOAD_POLICIES)} (docs/prefill.md)"
+    ] = "early"
+    prefill_policy: Annotated[
+        str, Choices(POLICIES), f"which of --prefill-workers computes a prompt: {', '.join(POLICIES)} (docs/prefill.md)"
+    ] = "auto"
+    kvcache_balancing_threshold: Annotated[
+        float, Meta(ge=0), "a prompt's KV comes from another worker that has so many times as much of it"
+    ] = 1.5
+    max_body: Annotated[str, "size of a request's body"] = "8MiB"
+    body_total: Annotated[
+        str, "memory of all bodies and prompts together; empty = a 16th of this host's memory (docs/serve.md)"
+    ] = ""
+    answer_total: Annotated[str, "memory of all answers together; empty = an 8th of this host's memory"] = ""
+    max_nesting: Annotated[int, Meta(gt=0), "depth of a request's JSON"] = 64
+    max_prompts: Annotated[int, Meta(gt=0), "prompts in a request"] = 256
+    max_n: Annotated[int, Meta(gt=0), "completions of a prompt (n)"] = 16
+    max_logprobs: Annotated[
+        int,
+        Meta(ge=-1),
+        "alternatives of a token (logprobs, top_logprobs, prompt_logprobs); -1 = up to the whole vocabulary",
+    ] = 20
+    max_stop: Annotated[int, Meta(ge=0), "stop strings of a request"] = 16
+    max_stop_chars: Annotated[int, Meta(ge=0), "characters of a stop string"] = 256
+    enable_force_include_usage: Annotated[
+        bool, "streams always end with usage, also where a request does not ask for it"
+    ] = False
+    enable_prompt_tokens_details: Annotated[
+        bool, "usage always has the number of cached prompt tokens; else only where some were cached"
+    ] = False
+    return_tokens_as_token_ids: Annotated[bool, "log-probabilities call a token token_id:5 by default"] = False
+    enable_tokenizer_info_endpoint: Annotated[bool, "GET /tokenizer_info: the tokenizer's configuration"] = False
+    server_dev_mode: Annotated[bool, "POST /reset_prefix_cache, for all clients of this server"] = False
+    enable_request_id_headers: Annotated[bool, "answers bear X-Request-Id, the client's own where it sends one"] = True
+    root_path: Annotated[str, "path that a proxy puts before the server's own, such as /llm"] = ""
+    allow_unknown_fields: Annotated[bool, "ignore fields of a body that the server does not know; else status 400"] = (
+        False
     )
-    api_key: str = option(
-        "",
-        "keys, by comma, of which requests must bear one, except to /health, /ping and /; better LAMINA_API_KEY",
+    chat_template: Annotated[str, "a file with a chat template (Jinja) in place of the model's own"] = ""
+    chat_template_content_format: Annotated[
+        str,
+        Choices(("auto", "string", "openai")),
+        "what the template gets of a message: string, openai (a list of parts), or auto, the one that it shows",
+    ] = "auto"
+    tool_call_parser: Annotated[
+        str,
+        Choices(("auto", *TOOL_PARSERS)),
+        f"the format of tool calls: {', '.join(TOOL_PARSERS)}, or auto, the one that the chat template shows",
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Choices(("", *REASONING_PARSERS)),
+        f"the format of reasoning, which becomes a field of its own: {', '.join(REASONING_PARSERS)}",
+    ] = ""
+    template_memory: Annotated[str, "memory that the chat template may take for a request; above: status 400"] = (
+        "256MiB"
     )
-    admin_key: str = option(
-        "", "the operator's key, which `lamina-launch scale`, `drain` and `cordon` need; better LAMINA_ADMIN_KEY"
+    max_logit_bias: Annotated[int, Meta(ge=0), "tokens in logit_bias"] = 300
+    header_timeout_s: Annotated[float, Meta(gt=0), "seconds for a connection to send a request's headers"] = 10.0
+    body_timeout_s: Annotated[float, Meta(gt=0), "seconds for a request's body to arrive"] = 30.0
+    template_timeout_s: Annotated[
+        float, Meta(gt=0), "seconds that the chat template may run for a request; above: status 400"
+    ] = 5.0
+    tokenizer_timeout_s: Annotated[
+        float, Meta(gt=0), "seconds that the tokenizer may take for a request's long texts; above: status 400"
+    ] = 30.0
+    slow_reader_timeout_s: Annotated[
+        float, Meta(gt=0), "seconds without any progress after which a slow reader is cut off"
+    ] = 30.0
+    sse_keep_alive_s: Annotated[
+        float, Meta(ge=0), "seconds of silence after which a stream gets a comment line; 0 = never"
+    ] = 15.0
+    shutdown_timeout: Annotated[
+        float, Meta(ge=0), "seconds on SIGTERM or Ctrl-C for requests to finish; a second one ends at once"
+    ] = 30.0
+    health_timeout_s: Annotated[
+        float,
+        Meta(ge=0),
+        "seconds without progress of a step, or without an answer of an idle worker, until /health says 503",
+    ] = 4.0
+    journal: Annotated[str, "directory where accepted requests are kept, so that the next server finishes them"] = ""
+    journal_size: Annotated[str, "its size, about; answers go with the oldest half"] = "64MiB"
+    dashboard: Annotated[bool, "a page at / to chat and to watch both pools; it asks for the API key"] = True
+    metrics_compat: Annotated[str, Choices(("", "vllm")), "'vllm' shows metrics under the names of vLLM too"] = ""
+    log_json: Annotated[bool, "log lines as JSON"] = False
+    log_level: Annotated[str, Choices(LOG_LEVELS), f"the least level of lines in the log: {', '.join(LOG_LEVELS)}"] = (
+        "info"
     )
-    ssl_keyfile: str = option("", "private key for TLS, a PEM file")
-    ssl_certfile: str = option("", "certificate for TLS, a PEM file")
-    allowed_origins: str = option("", "origins, by comma, whose pages may call this server from a browser (CORS)")
-    allowed_hosts: str = option("", "names, by comma, by which clients may reach a server without keys; * = any")
-    max_num_queued_reqs: int = option(256, "completions that may wait beyond those that decode; above: status 429")
-    max_num_queued_tokens: int = option(0, "prompt tokens that may wait for their first token; above: status 429")
-    slo_ttft: str = option(
-        "", "promised time to the first token, such as 2s; a request that would wait longer gets status 429"
-    )
-    slo_tbt: str = option(
-        "", "promised time between two tokens, such as 100ms; a request that would make it longer gets status 429"
-    )
-    overload: str = option(
-        "early",
-        f"when the load of decoding counts for them: {', '.join(OVERLOAD_POLICIES)} (docs/prefill.md)",
-    )
-    prefill_policy: str = option(
-        "auto", f"which of --prefill-workers computes a prompt: {', '.join(POLICIES)} (docs/prefill.md)"
-    )
-    kvcache_balancing_threshold: float = option(
-        1.5,
-        "a prompt's KV comes from another worker that has so many times as much of it",
-    )
-    max_body: str = option("8MiB", "size of a request's body")
-    body_total: str = option(
-        "", "memory of all bodies and prompts together; empty = a 16th of this host's memory (docs/serve.md)"
-    )
-    answer_total: str = option("", "memory of all answers together; empty = an 8th of this host's memory")
-    max_nesting: int = option(64, "depth of a request's JSON")
-    max_prompts: int = option(256, "prompts in a request")
-    max_n: int = option(16, "completions of a prompt (n)")
-    max_logprobs: int = option(
-        20, "alternatives of a token (logprobs, top_logprobs, prompt_logprobs); -1 = up to the whole vocabulary"
-    )
-    max_stop: int = option(16, "stop strings of a request")
-    max_stop_chars: int = option(256, "characters of a stop string")
-    enable_force_include_usage: bool = option(
-        False, "streams always end with usage, also where a request does not ask for it"
-    )
-    enable_prompt_tokens_details: bool = option(
-        False, "usage always has the number of cached prompt tokens; else only where some were cached"
-    )
-    return_tokens_as_token_ids: bool = option(False, "log-probabilities call a token token_id:5 by default")
-    enable_tokenizer_info_endpoint: bool = option(False, "GET /tokenizer_info: the tokenizer's configuration")
-    server_dev_mode: bool = option(False, "POST /reset_prefix_cache, for all clients of this server")
-    enable_request_id_headers: bool = option(True, "answers bear X-Request-Id, the client's own where it sends one")
-    root_path: str = option("", "path that a proxy puts before the server's own, such as /llm")
-    allow_unknown_fields: bool = option(False, "ignore fields of a body that the server does not know; else status 400")
-    chat_template: str = option("", "a file with a chat template (Jinja) in place of the model's own")
-    chat_template_content_format: str = option(
-        "auto", "what the template gets of a message: string, openai (a list of parts), or auto, the one that it shows"
-    )
-    tool_call_parser: str = option(
-        "auto", f"the format of tool calls: {', '.join(TOOL_PARSERS)}, or auto, the one that the chat template shows"
-    )
-    reasoning_parser: str = option(
-        "", f"the format of reasoning, which becomes a field of its own: {', '.join(REASONING_PARSERS)}"
-    )
-    template_memory: str = option("256MiB", "memory that the chat template may take for a request; above: status 400")
-    max_logit_bias: int = option(300, "tokens in logit_bias")
-    header_timeout_s: float = option(10.0, "seconds for a connection to send a request's headers")
-    body_timeout_s: float = option(30.0, "seconds for a request's body to arrive")
-    template_timeout_s: float = option(5.0, "seconds that the chat template may run for a request; above: status 400")
-    tokenizer_timeout_s: float = option(
-        30.0, "seconds that the tokenizer may take for a request's long texts; above: status 400"
-    )
-    slow_reader_timeout_s: float = option(30.0, "seconds without any progress after which a slow reader is cut off")
-    sse_keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a comment line; 0 = never")
-    shutdown_timeout: float = option(
-        30.0, "seconds on SIGTERM or Ctrl-C for requests to finish; a second one ends at once"
-    )
-    health_timeout_s: float = option(
-        4.0, "seconds without progress of a step, or without an answer of an idle worker, until /health says 503"
-    )
-    journal: str = option("", "directory where accepted requests are kept, so that the next server finishes them")
-    journal_size: str = option("64MiB", "its size, about; answers go with the oldest half")
-    dashboard: bool = option(True, "a page at / to chat and to watch both pools; it asks for the API key")
-    metrics_compat: str = option("", "'vllm' shows metrics under the names of vLLM too")
-    log_json: bool = option(False, "log lines as JSON")
-    log_level: str = option("info", f"the least level of lines in the log: {', '.join(LOG_LEVELS)}")
-    log_stats_s: float = option(10.0, "seconds between status lines in the log; 0 = none")
-    enable_log_requests: bool = option(True, "log a line for every request; never its text")
+    log_stats_s: Annotated[float, Meta(ge=0), "seconds between status lines in the log; 0 = none"] = 10.0
+    enable_log_requests: Annotated[bool, "log a line for every request; never its text"] = True
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            least = -1 if f.name == "max_logprobs" else 0
-            if isinstance(value, int | float) and value < least:
-                raise ValueError(f"{flag_name(f.name)} must be at least {least}, not {value}")
-        for name in (
-            "max_nesting",
-            "max_prompts",
-            "max_n",
-            "header_timeout_s",
-            "body_timeout_s",
-            "slow_reader_timeout_s",
-            "template_timeout_s",
-            "tokenizer_timeout_s",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{flag_name(name)} must be positive, not {getattr(self, name)}")
-        if self.port > 65535:
-            raise ValueError(f"--port must lie in 0..65535, not {self.port}")
+        super().__post_init__()
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"--root-path must begin with / and not end with it, such as /llm, not {self.root_path!r}")
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
-        if self.metrics_compat not in ("", "vllm"):
-            raise ValueError(f"--metrics-compat must be vllm or empty, not {self.metrics_compat!r}")
-        if self.chat_template_content_format not in (formats := ("auto", "string", "openai")):
-            given = self.chat_template_content_format
-            raise ValueError(f"--chat-template-content-format must be one of {', '.join(formats)}, not {given!r}")
-        for name, table in (
-            ("tool_call_parser", ("auto", *TOOL_PARSERS)),
-            ("reasoning_parser", ("", *REASONING_PARSERS)),
-        ):
-            if (given := getattr(self, name)) not in table:
-                known = ", ".join(filter(None, table))
-                raise ValueError(f"{flag_name(name)} must be one of {known}, not {given!r}")
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_key.strip())):
             if getattr(self, name) and not keys:
                 raise ValueError(f"{flag_name(name)} is blank: give a key, or leave it out")
         halves = {SSL_KEYFILE: self.ssl_keyfile, SSL_CERTFILE: self.ssl_certfile}
         check_together({name for name, value in halves.items() if value})
-        if self.prefill_policy not in POLICIES:
-            raise ValueError(f"--prefill-policy must be one of {', '.join(POLICIES)}, not {self.prefill_policy!r}")
         self.conductor_config  # noqa: B018 - or it raises
         self.memory_limits(0)
         self.template_limits  # noqa: B018 - or it raises

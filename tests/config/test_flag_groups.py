@@ -29,6 +29,7 @@ from lamina.config.flag_groups import (
     unescape,
 )
 from lamina.config.flat_options import OPTIONS
+from lamina.config.option import options_of
 from lamina.config.sparsity import ErrorBudget, parse_error_budget
 
 KEYS = ("a", "b-c", "d")
@@ -133,7 +134,7 @@ def test_each_option_is_set_by_one_flag() -> None:
 def test_groups_set_options_that_there_are() -> None:
     from lamina.server.server_config import ServerConfig
 
-    known = {*OPTIONS, *ServerConfig.__dataclass_fields__}
+    known = {*OPTIONS, *options_of(ServerConfig)}
     assert {name for group in GROUPS for name in group.options} <= known
 
 

@@ -166,14 +166,14 @@ MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cores": "0/0/9999", "prefill_workers": 1}, "--cores lists cores for 3 workers, there are 1 compute + 2 memory + 1 prefill workers"),
 ]
 SERVER_REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"port": 65536}, "--port must lie in 0..65535, not 65536"),
+    ({"port": 65536}, "--port must be at most 65535, not 65536"),
     ({"max_stop": -1}, "--limits stop= must be at least 0, not -1"),
     ({"max_logprobs": -2}, "--max-logprobs must be at least -1, not -2"),
     ({"max_n": 0}, "--limits n= must be positive, not 0"),
     ({"header_timeout_s": 0.0}, "--timeouts header= must be positive, not 0.0"),
     ({"root_path": "llm"}, "--root-path must begin with / and not end with it, such as /llm, not 'llm'"),
     ({"root_path": "/llm/"}, "--root-path must begin with / and not end with it, such as /llm, not '/llm/'"),
-    ({"metrics_compat": "tgi"}, "--metrics-compat must be vllm or empty, not 'tgi'"),
+    ({"metrics_compat": "tgi"}, "--metrics-compat must be one of vllm, not 'tgi'"),
     ({"tool_call_parser": "none"}, "--tool-call-parser must be one of auto, openai, minimax_m2, glm45, kimi_k2, qwen3_coder, hermes, granite4, mistral, deepseek_v3, deepseek_v31, llama3_json, phi4_mini_json, pythonic, not 'none'"),
     ({"reasoning_parser": "x"}, "--reasoning-parser must be one of qwen3, deepseek_r1, openai_gptoss, glm45, granite, minimax_m2, not 'x'"),
     ({"chat_template_content_format": "parts"}, "--chat-template-content-format must be one of auto, string, openai, not 'parts'"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from lamina.api.vllm_compat import PASTED, SWITCHES, translate_vllm_options
@@ -26,15 +27,32 @@ SUBJECTS = {  # part of an EngineConfig -> title of its flags
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tuple(OPTIONS)) -> None:
     """The flags of an engine's options, or of those of ``only``, by subject, plus --print-config and --dry-run."""
-    values = {
-        name: FlagValue(_parser_of(option), option.default, option.help)
-        for name, option in OPTIONS.items()
-        if name in only
-    }
     titles = {name: SUBJECTS[subject] for name, subject in SUBJECT_OF.items()}
+    add_option_flags(parser, {name: option for name, option in OPTIONS.items() if name in only}, titles)
+    for name in PASTED:
+        if (flag := flag_name(name)) not in RENAMED_FLAGS.values():
+            switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if name in SWITCHES else {}
+            parser.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **switch)
+    parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be started, and exit")
+
+
+def add_option_flags(
+    parser: argparse.ArgumentParser,
+    options: Mapping[str, Option],
+    titles: Mapping[str, str],
+    parsers: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
+) -> None:
+    """Add a flag for each option, or one for several, to the argument group that ``titles`` names. ``parsers``: of
+    options whose text is not simply of their type.
+    """
+    values = {
+        name: FlagValue(parsers.get(name) or _parser_of(option), option.default, option.help)
+        for name, option in options.items()
+    }
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles[name] for name in values)}
     grouped = add_groups(parser, lambda name: groups[titles[name]], values)
-    for option in (OPTIONS[name] for name in values if name not in grouped):
+    for option in (options[name] for name in values if name not in grouped):
         default = {(): "", None: "unset"}.get(option.default, option.default)
         help, kind = f"{option.help} (default: {default})", _kind(option)
         if option.name in RENAMED_FLAGS:
@@ -42,12 +60,6 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tu
         groups[titles[option.name]].add_argument(
             flag_name(option.name), dest=option.name, default=option.default, help=help, **kind
         )
-    for name in PASTED:
-        if (flag := flag_name(name)) not in RENAMED_FLAGS.values():
-            switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if name in SWITCHES else {}
-            parser.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **switch)
-    parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be started, and exit")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
