@@ -18,7 +18,7 @@ from .journal.journal_records import AcceptedRecord, JournalPrompt
 from .memory_limits import PROMPT_TOKEN
 from .openapi import body_of, responses_of
 from .queue_limit import QueueTicket
-from .reasoning_parsers import has_special_marks
+from .reasoning_parsers import REASONING_PARSERS
 from .request.accepted_request import new_accepted_request
 from .request.intake import TextRoom
 from .request.openai_protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
@@ -81,7 +81,7 @@ async def chat(request: Request) -> Response:
         service.note_tools()
     variables = await service.prompt_processor.variables(body) | tool_variables(body)
     reasoning = service.config.reasoning_parser
-    if reasoning and has_special_marks(reasoning):
+    if reasoning and REASONING_PARSERS[reasoning].has_special:
         params.skip_special_tokens = False
     salt, by_number = salt_of(request.state.key_id, body.cache_salt), service.config.return_tokens_as_token_ids
     echo = echoed_text(body.messages) if body.echo else ""

@@ -3,9 +3,9 @@
 The texts are written by hand as the families' chat templates render an assistant's calls.
 
 Covers: lamina/server/tool_parsers/contract.py, lamina/server/tool_parsers/json_text.py,
-lamina/server/tool_parsers/tagged.py, lamina/server/tool_parsers/hermes.py, lamina/server/tool_parsers/qwen3_coder.py,
-lamina/server/tool_parsers/mistral.py, lamina/server/tool_parsers/llama3_json.py,
-lamina/server/tool_parsers/deepseek_v3.py, lamina/server/tool_parsers/pythonic.py,
+lamina/server/tool_parsers/tagged.py, lamina/server/tool_parsers/tagged_formats.py,
+lamina/server/tool_parsers/forced.py, lamina/server/tool_parsers/llama3_json.py,
+lamina/server/tool_parsers/pythonic.py,
 lamina/server/tool_parsers/tagged_parameters.py, lamina/server/tool_parsers/harmony.py,
 lamina/server/tool_parsers/openai.py.
 """
@@ -24,8 +24,7 @@ import pytest
 from lamina.server.tool_parsers import (
     FORCED,
     TOOL_PARSERS,
-    needs_special_tokens,
-    open_parser,
+    format_of,
     parser_of_template,
 )
 from lamina.server.tool_parsers.contract import Arguments, CallBegin, Text
@@ -197,7 +196,7 @@ NO_CONTENT = ("llama3_json", "pythonic", "required", "named")  # calls are the w
 
 def parsed(name: str, pieces: Iterable[str], *, cut: bool = False) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content, and the calls with their arguments as text."""
-    parser = open_parser(name, TOOLS)
+    parser = format_of(name).open(TOOLS)
     content, calls = "", list[tuple[str, str]]()
     for event in [*(e for piece in pieces for e in parser.push(piece)), *parser.finish(cut=cut)]:
         if isinstance(event, Text):
@@ -309,7 +308,7 @@ def test_a_call_that_a_model_writes_wrong_takes_none_of_the_next_one(
 
 def test_arguments_stream_before_they_end() -> None:
     for name, render in FORMS:
-        parser, text = open_parser(name, TOOLS), render("", ONE)
+        parser, text = format_of(name).open(TOOLS), render("", ONE)
         early = [event for char in text[:-20] for event in parser.push(char)]
         expected = 0 if name == "pythonic" else 3
         assert len([e for e in early if isinstance(e, Arguments)]) >= expected, name
@@ -324,7 +323,7 @@ def test_arguments_may_come_first_or_as_text() -> None:
 
 
 def test_a_model_that_numbers_its_calls_gives_their_ids() -> None:
-    parser = open_parser("kimi_k2", TOOLS)
+    parser = format_of("kimi_k2").open(TOOLS)
     events = [event for char in kimi_k2("", HARD) for event in parser.push(char)]
     ids = [event.id for event in events if isinstance(event, CallBegin)]
     assert ids == ["functions.weather:0", "functions.time.now:1", "functions.weather:2"]
@@ -358,4 +357,4 @@ def test_a_template_shows_its_parser(template: str, name: str | None) -> None:
 
 
 def test_special_tokens_are_asked_for_where_marks_are_such_tokens() -> None:
-    assert [needs_special_tokens(name) for name in ("hermes", "mistral", "named")] == [False, True, False]
+    assert [format_of(name).needs_special for name in ("hermes", "mistral", "named")] == [False, True, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from lamina.grammar.lark import Specials
@@ -34,3 +35,11 @@ class ReasoningParser(Protocol):
     def finish(self, *, cut: bool = False) -> Parts:
         """Return the rest. ``cut``: a limit has ended the completion, so what begins a mark is no answer."""
         ...
+
+
+class ReasoningFormat(NamedTuple):
+    """A format of reasoning."""
+
+    marks: tuple[str, ...]  # a model that reasons has one of them in its chat template or vocabulary
+    has_special: bool  # marks may be special tokens, which texts usually leave out
+    open: Callable[[str], ReasoningParser]  # a new parser for one completion, by the last characters of its prompt

@@ -5,10 +5,7 @@ from __future__ import annotations
 from lamina.grammar.lark import Specials, sequence
 from lamina.server.tool_parsers.harmony import CHANNEL, ENDS, MESSAGE, START, HarmonyMessages, Piece
 
-from .contract import Parts, ReasoningParser
-
-SPECIAL = True
-MARKS: tuple[str, ...] = ("<|channel|>",)
+from .contract import Parts, ReasoningFormat
 
 
 class _Channels:
@@ -54,6 +51,4 @@ class _Channels:
         return Parts(reasoning, answer)
 
 
-def open_parser(prompt_end: str) -> ReasoningParser:
-    """Return a parser for one completion."""
-    return _Channels()
+FORMAT = ReasoningFormat(("<|channel|>",), True, lambda prompt_end: _Channels())

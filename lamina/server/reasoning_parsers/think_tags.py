@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lamina.grammar.lark import Specials, up_to
-from lamina.server.tool_parsers.tagged import held_back
+from lamina.models.tokenizer import find_stop, num_held_back
 
 from .contract import Parts
 
@@ -51,13 +51,12 @@ class ThinkTags:
             self._held, self._is_first = start, not start
             if not start:
                 return Parts("", "")
-        matches = [(at, end) for end in self._ends if (at := self._held.find(end)) >= 0]
-        if matches:
-            at, end = min(matches)
+        if match := find_stop(self._held, self._ends):
+            at, end = match
             reasoning, self._held = self._held[:at].rstrip(), self._held[at + len(end) :]
             self.has_ended = self._is_first = True
             return Parts(reasoning, self._answer().answer)
-        certain = self._held[: len(self._held) - held_back(self._held, self._ends)].rstrip()
+        certain = self._held[: len(self._held) - num_held_back(self._held, self._ends)].rstrip()
         self._held = self._held[len(certain) :]
         return Parts(certain, "")
 

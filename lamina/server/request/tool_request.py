@@ -13,7 +13,7 @@ from lamina.request import SamplingParams
 from lamina.request.structured_outputs import StructuredOutputsParams
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal_records import ToolUse
-from lamina.server.tool_parsers import FORCED, begins_of_calls, needs_special_tokens
+from lamina.server.tool_parsers import FORCED, format_of
 
 from .openai_protocol import ChatRequest, Message, TokenizeRequest, Tool, ToolCall
 
@@ -109,7 +109,7 @@ def set_tools(params: SamplingParams, use: ToolUse | None) -> None:
     """
     if use is None:
         return
-    if needs_special_tokens(use.parser):
+    if format_of(use.parser).needs_special:
         params.skip_special_tokens = False
     params.structured_outputs = structure_of_calls(use) or params.structured_outputs
 
@@ -118,7 +118,7 @@ def rules_of_calls(use: ToolUse | None, tokenizer: Any) -> str:
     """Return the rules of Lark for calls that a model may write in place of a structured answer; "" for none."""
     if use is None or use.parser in FORCED:
         return ""
-    return one_of("calls", begins_of_calls(use.parser, use.tools), special_tokens(tokenizer))
+    return one_of("calls", format_of(use.parser).begins(use.tools), special_tokens(tokenizer))
 
 
 def tool_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lamina.grammar.vocabulary import special_tokens
 from lamina.server.journal.journal_records import AcceptedRecord
-from lamina.server.reasoning_parsers import open_reasoning
-from lamina.server.tool_parsers import open_parser
+from lamina.server.reasoning_parsers import REASONING_PARSERS
+from lamina.server.tool_parsers import format_of
 from lamina.server.tool_parsers.contract import CallBegin, Event, Text
 
 END_TOKENS = 16  # of a prompt: enough to show whether it begins or ends reasoning
@@ -23,7 +23,7 @@ def prompt_end_of(tokenizer: Any, prompt: Sequence[int]) -> str:
 
 def rules_before(reasoning: str, tokenizer: Any, prompt: Sequence[int]) -> str:
     """Return the rules of Lark for what comes before the answer to a prompt. ``reasoning``: the name of its parser."""
-    return open_reasoning(reasoning, prompt_end_of(tokenizer, prompt)).rules_before(special_tokens(tokenizer))
+    return REASONING_PARSERS[reasoning].open(prompt_end_of(tokenizer, prompt)).rules_before(special_tokens(tokenizer))
 
 
 class MessageReader:
@@ -32,8 +32,8 @@ class MessageReader:
     def __init__(self, record: AcceptedRecord, index: int, prompt_end: str) -> None:
         """``index``: of the completion. ``prompt_end``: the last characters of its prompt."""
         use = record.tool_use
-        self._reasoning = open_reasoning(record.reasoning, prompt_end) if record.reasoning else None
-        self._tools = open_parser(use.parser, use.tools) if use is not None else None
+        self._reasoning = REASONING_PARSERS[record.reasoning].open(prompt_end) if record.reasoning else None
+        self._tools = format_of(use.parser).open(use.tools) if use is not None else None
         self._most = 1 if use is not None and not use.parallel else None  # calls of the answer; None: any number
         self._name = f"{record.id}/{index}"
         self._num_calls = 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lamina.models.tokenizer import Detokenizer
-from lamina.server.reasoning_parsers import open_reasoning
+from lamina.server.reasoning_parsers import REASONING_PARSERS
 
 
 class ReasoningCount:
@@ -14,7 +14,7 @@ class ReasoningCount:
 
     def __init__(self, name: str, tokenizer: Any, prompt: Sequence[int], prompt_end: str) -> None:
         """``name``: of the reasoning parser. ``prompt``: its token ids, whose text ends with ``prompt_end``."""
-        self._parser = open_reasoning(name, prompt_end)
+        self._parser = REASONING_PARSERS[name].open(prompt_end)
         self._texts = Detokenizer(tokenizer, prompt, skip_special_tokens=False)
         self._has_reasoning = False
         self._num_read = 0

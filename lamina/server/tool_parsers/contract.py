@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+Tools = Mapping[str, Mapping[str, Any]]  # name of a function -> the JSON schema of its parameters
 
 
 class Text(NamedTuple):
@@ -41,3 +44,12 @@ class ToolParser(Protocol):
     def finish(self, *, cut: bool = False) -> list[Event]:
         """Return the rest. ``cut``: a limit has ended the completion, not the model."""
         ...
+
+
+class Format(NamedTuple):
+    """A format of calls."""
+
+    marks: tuple[str, ...]  # texts that are all in the chat templates of the format
+    needs_special: bool  # calls begin with special tokens, which texts usually leave out
+    begins: Callable[[Tools], tuple[str, ...]]  # texts that begin calls
+    open: Callable[[Tools], ToolParser]  # a new parser for one completion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .tagged import held_back
+from lamina.models.tokenizer import find_stop, num_held_back
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -47,7 +47,7 @@ class HarmonyMessages:
     def finish(self, *, cut: bool = False) -> list[Piece]:
         """Return the rest. A header that has not ended is no text, nor is a part of a mark if the text was ``cut``."""
         text, self._text = self._text, ""
-        text = text[: len(text) - held_back(text, (*ENDS, START))] if cut else text
+        text = text[: len(text) - num_held_back(text, (*ENDS, START))] if cut else text
         if self._header is None:
             return []
         return [self._piece(text)] if text or self._begins else []
@@ -55,14 +55,13 @@ class HarmonyMessages:
     def _step(self, pieces: list[Piece]) -> bool:
         if self._header is None:
             return self._step_header()
-        ends = [(at, end) for end in (*ENDS, START) if (at := self._text.find(end)) >= 0]
-        if ends:
-            at, end = min(ends)
+        if match := find_stop(self._text, (*ENDS, START)):
+            at, end = match
             if at or self._begins:
                 pieces.append(self._piece(self._text[:at]))
             self._text, self._header = self._text[at + (0 if end == START else len(end)) :], None
             return bool(self._text)
-        certain = len(self._text) - held_back(self._text, (*ENDS, START))
+        certain = len(self._text) - num_held_back(self._text, (*ENDS, START))
         if certain or self._begins:
             pieces.append(self._piece(self._text[:certain]))
             self._text = self._text[certain:]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 
-from . import Tools
-from .contract import Event, Text, ToolParser
+from .contract import Event, Format, Text, Tools
 from .json_text import JsonCall
 
-MARKS = ('{"name": function name, "parameters": dictionary of argument name and its value}',)
-SPECIAL = True
 _TAG = "<|python_tag|>"
 
 
@@ -62,11 +59,9 @@ class _Objects:
         return rest
 
 
-def begins(tools: Tools) -> tuple[str, ...]:
-    """Return the texts that begin calls."""
-    return (_TAG, *(f'{{"name": {json.dumps(name)}' for name in tools))
-
-
-def open_parser(tools: Tools) -> ToolParser:
-    """Return a parser for one completion."""
-    return _Objects(tools)
+FORMAT = Format(
+    ('{"name": function name, "parameters": dictionary of argument name and its value}',),
+    True,
+    lambda tools: (_TAG, *(f'{{"name": {json.dumps(name)}' for name in tools)),
+    _Objects,
+)

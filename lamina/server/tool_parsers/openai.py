@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from . import Tools
-from .contract import Arguments, CallBegin, Event, Text, ToolParser
+from .contract import Arguments, CallBegin, Event, Format, Text, Tools
 from .harmony import CHANNEL, FUNCTIONS, HarmonyMessages, Piece
-
-MARKS = ("<|channel|>", "<|constrain|>")
-SPECIAL = True
 
 
 class _Calls:
@@ -30,12 +26,9 @@ class _Calls:
         return [Text(piece.text)] if is_content else []
 
 
-def begins(tools: Tools) -> tuple[str, ...]:
-    """Return the texts that begin calls."""
+def _begins(tools: Tools) -> tuple[str, ...]:
     to = [f"to={FUNCTIONS}{name}" for name in tools]
     return (*(f"{CHANNEL}commentary {one}" for one in to), *(f" {one}{CHANNEL}commentary" for one in to))
 
 
-def open_parser(tools: Tools) -> ToolParser:
-    """Return a parser for one completion."""
-    return _Calls()
+FORMAT = Format(("<|channel|>", "<|constrain|>"), True, _begins, lambda tools: _Calls())

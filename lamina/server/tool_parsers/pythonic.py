@@ -6,11 +6,8 @@ import ast
 import json
 from typing import Any
 
-from . import Tools
-from .contract import Arguments, CallBegin, Event, Text, ToolParser
+from .contract import Arguments, CallBegin, Event, Format, Text, Tools
 
-MARKS = ("[func_name1(params_name1=params_value1",)
-SPECIAL = True
 _TAGS = ("<|python_start|>", "<|python_end|>")
 MOST = 1 << 16  # characters of a list of calls
 
@@ -58,11 +55,6 @@ def _json(values: dict[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
-def begins(tools: Tools) -> tuple[str, ...]:
-    """Return the texts that begin calls."""
-    return (_TAGS[0], *(f"[{name}(" for name in tools))
-
-
-def open_parser(tools: Tools) -> ToolParser:
-    """Return a parser for one completion."""
-    return _List(tools)
+FORMAT = Format(
+    ("[func_name1(params_name1=params_value1",), True, lambda tools: (_TAGS[0], *(f"[{name}(" for name in tools)), _List
+)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lamina.models.tokenizer import find_stop, num_held_back
+
 from .contract import CallBegin, Event, Text
 from .json_text import CallBody
-
-
-def held_back(text: str, marks: tuple[str, ...]) -> int:
-    """Return how many characters at the end of ``text`` may begin one of ``marks``."""
-    for size in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
-        if any(mark.startswith(text[len(text) - size :]) for mark in marks):
-            return size
-    return 0
 
 
 class TaggedCalls:
@@ -46,7 +40,7 @@ class TaggedCalls:
         return [Text(shown)] if shown else []
 
     def _begins_call(self) -> bool:
-        return held_back(self._text, self._marks) > (0 if self._has_calls else 2)  # a < alone is text
+        return num_held_back(self._text, self._marks) > (0 if self._has_calls else 2)  # a < alone is text
 
     def _step(self, events: list[Event]) -> bool:
         """Read a part of the text. Return False if more must come first."""
@@ -54,14 +48,13 @@ class TaggedCalls:
             return self._step_body(self._body, events)
         if self._is_closing:
             return self._step_end()
-        matches = [(at, mark) for mark in self._marks if (at := self._text.find(mark)) >= 0]
-        if not matches:
-            certain = self._text[: len(self._text) - held_back(self._text, self._marks)].rstrip()
+        if (match := find_stop(self._text, self._marks)) is None:
+            certain = self._text[: len(self._text) - num_held_back(self._text, self._marks)].rstrip()
             if certain:
                 events.append(Text(certain))
             self._text = self._text[len(certain) :]
             return False
-        at, mark = min(matches)
+        at, mark = match
         if before := self._text[:at].rstrip():
             events.append(Text(before))
         spaces, self._text = self._text[len(before) : at], self._text[at + len(mark) :]
@@ -89,7 +82,7 @@ class TaggedCalls:
     def _step_end(self) -> bool:
         at = self._text.find(self._end)
         if at < 0:
-            keep = held_back(self._text, (self._end,))
+            keep = num_held_back(self._text, (self._end,))
             self._text = self._text[len(self._text) - keep :]
             return False
         self._text, self._is_closing = self._text[at + len(self._end) :], False

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import Tools
-from .contract import Arguments, CallBegin, Event
+from lamina.models.tokenizer import find_stop, num_held_back
+
+from .contract import Arguments, CallBegin, Event, Tools
 from .json_text import loaded
-from .tagged import held_back
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them
 _NAME = re.compile(r"[\w.:/-]+")
@@ -61,10 +61,9 @@ class TaggedParameters:
     def _begin(self, events: list[Event]) -> bool:
         """Read the name. Return whether it is there."""
         self._text = self._text.lstrip("\r\n") if self._form.kept else self._text
-        ends = [(at, end) for end in self._form.name_ends if (at := self._text.find(end)) >= 0]
-        if not ends:
+        if (match := find_stop(self._text, self._form.name_ends)) is None:
             return False
-        at, end = min(ends)
+        at, end = match
         name = self._text[:at].strip(" \t\"'")
         if not _NAME.fullmatch(name):
             self.is_broken, self._text = True, self._text[at + len(end) :]
@@ -100,9 +99,9 @@ class TaggedParameters:
         marks: tuple[str, ...] = (form.value_end,)
         if form.on_lines:
             marks = ("\n" + form.value_end, *marks, "\n" + form.key_begin, "\n" + form.call_end)
-        at, end = min(((at, mark) for mark in marks if (at := self._text.find(mark)) >= 0), default=(-1, ""))
+        at, end = find_stop(self._text, marks) or (-1, "")
         if at < 0:
-            if self._streams and (keep := held_back(self._text, marks)) < len(self._text):
+            if self._streams and (keep := num_held_back(self._text, marks)) < len(self._text):
                 certain = len(self._text) - keep
                 self._add_text(self._text[:certain], events)
                 self._text = self._text[certain:]
