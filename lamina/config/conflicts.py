@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from lamina.netstack import in_process, made_at_start
 from lamina.netstack.schemes import BY_RDMA
 
 from .engine_config import ONLINE, OVERRIDES_EXAMPLE, EngineConfig
 from .flag_groups import flag_name
-from .offload import STORE_SIZE
 from .option import MEASURED
 
 IsOn = Callable[[EngineConfig], bool]
@@ -28,14 +29,24 @@ class Setting(NamedTuple):
     example: Mapping[str, Any]  # options that turn it on, with what it needs
 
 
-def _differs(group: str, *options: str) -> IsOn:
-    """Return the test for any of a group's ``options`` that has another value than its default."""
-    own = getattr(EngineConfig(), group)
+_DEFAULTS = EngineConfig()
+_GROUP_OF = {
+    option: group for group in structs.asdict(_DEFAULTS) for option in structs.asdict(getattr(_DEFAULTS, group))
+}
 
-    def is_on(config: EngineConfig) -> bool:
-        return any(getattr(getattr(config, group), name) != getattr(own, name) for name in options)
 
-    return is_on
+def _value(config: EngineConfig, option: str) -> Any:
+    return getattr(getattr(config, _GROUP_OF[option]), option)
+
+
+def _given(option: str, value: Any, **needs: Any) -> Setting:
+    """Return the setting of an ``option`` that has another value than its default, such as ``value``."""
+    return Setting(lambda c: _value(c, option) != _value(_DEFAULTS, option), {option: value, **needs})
+
+
+def _equal(option: str, value: Any, **needs: Any) -> Setting:
+    """Return the setting of an ``option`` that is ``value``."""
+    return Setting(lambda c: _value(c, option) == value, {option: value, **needs})
 
 
 def _scheme(config: EngineConfig) -> str:
@@ -60,46 +71,30 @@ _LOANS: dict[str, Any] = {"ledger": "h:1", "partition": "spill"}
 _RAY, _STATIC = {"ray_address": "auto"}, {"launcher": "static"}
 _TRUNCATE: dict[str, Any] = {"context_overflow": "truncate"}
 SETTINGS: dict[str, Setting] = {
-    "--deterministic": Setting(lambda c: c.model.deterministic, {"deterministic": True}),
+    "--deterministic": _given("deterministic", True),
     "--no-enable-prefix-caching": Setting(lambda c: not c.caches_prefixes, {"enable_prefix_caching": False}),
-    "--preemption-mode swap": Setting(
-        lambda c: c.batching.preemption_mode == "swap", {"preemption_mode": "swap", "kv_offloading_size": "1GiB"}
-    ),
-    "--scheduling-policy priority": Setting(
-        lambda c: c.batching.scheduling_policy == "priority", {"scheduling_policy": "priority"}
-    ),
-    "--kv-offloading-size": Setting(lambda c: bool(c.offload.kv_offloading_size), {"kv_offloading_size": "1GiB"}),
-    "--kv-offload dir=": Setting(lambda c: bool(c.offload.kv_store_dir), {"kv_store_dir": "/kv"}),
-    "--kv-offload key=": Setting(lambda c: bool(c.offload.kv_key_file), {"kv_store_dir": "/kv", "kv_key_file": "/key"}),
-    "--kv-offload ttl=": Setting(lambda c: bool(c.offload.kv_store_ttl), {"kv_store_dir": "/kv", "kv_store_ttl": "1h"}),
-    "--kv-offload size=": Setting(
-        lambda c: c.offload.kv_store_size != STORE_SIZE, {"kv_store_dir": "/kv", "kv_store_size": "1GiB"}
-    ),
-    "--kv-offload eviction=": Setting(
-        _differs("offload", "kv_eviction_policy"), {"kv_offloading_size": "1GiB", "kv_eviction_policy": "lfu"}
-    ),
-    "--kv-offload on-load-failure=": Setting(
-        _differs("offload", "kv_load_failure_policy"), {"kv_offloading_size": "1GiB", "kv_load_failure_policy": "fail"}
-    ),
-    "--decode-only": Setting(lambda c: c.offload.decode_only, {"decode_only": True}),
+    "--preemption-mode swap": _equal("preemption_mode", "swap", kv_offloading_size="1GiB"),
+    "--scheduling-policy priority": _equal("scheduling_policy", "priority"),
+    "--kv-offloading-size": _given("kv_offloading_size", "1GiB"),
+    "--kv-offload dir=": _given("kv_store_dir", "/kv"),
+    "--kv-offload key=": _given("kv_key_file", "/key", kv_store_dir="/kv"),
+    "--kv-offload ttl=": _given("kv_store_ttl", "1h", kv_store_dir="/kv"),
+    "--kv-offload size=": _given("kv_store_size", "1GiB", kv_store_dir="/kv"),
+    "--kv-offload eviction=": _given("kv_eviction_policy", "lfu", kv_offloading_size="1GiB"),
+    "--kv-offload on-load-failure=": _given("kv_load_failure_policy", "fail", kv_offloading_size="1GiB"),
+    "--decode-only": _given("decode_only", True),
     "--context-overflow truncate": Setting(lambda c: c.overflow.truncates_context, _TRUNCATE),
-    "--context-overflow truncate:ratio=": Setting(
-        _differs("overflow", "truncate_ratio"), {**_TRUNCATE, "truncate_ratio": 0.25}
-    ),
-    "--context-overflow truncate:keep-first=": Setting(
-        _differs("overflow", "keep_first"), {**_TRUNCATE, "keep_first": 256}
-    ),
+    "--context-overflow truncate:ratio=": _given("truncate_ratio", 0.25, **_TRUNCATE),
+    "--context-overflow truncate:keep-first=": _given("keep_first", 256, **_TRUNCATE),
     "--kv-sparsity evict": Setting(lambda c: c.kv.drops_blocks, {"kv_sparsity": "evict"}),
     "--kv-sparsity evict with --enable-prefix-caching": Setting(
         lambda c: c.kv.drops_blocks and c.batching.enable_prefix_caching is True,
         {"kv_sparsity": "evict", "enable_prefix_caching": True, "kv_offloading_size": "1GiB"},
     ),
     "--kv-sparsity select": Setting(lambda c: c.kv.selects_blocks, {"kv_sparsity": "select"}),
-    "--kv-sparsity evict:max-kl=": Setting(
-        lambda c: bool(c.kv.kv_error_budget), {"kv_sparsity": "evict", "kv_error_budget": "default"}
-    ),
+    "--kv-sparsity evict:max-kl=": _given("kv_error_budget", "default", kv_sparsity="evict"),
     **{
-        flag_name(name): Setting(_differs("kv", name), {"kv_sparsity": "evict", name: value})
+        flag_name(name): _given(name, value, kv_sparsity="evict")
         for name, value in {
             "kv_budget": 2048,
             "kv_full_layers": 2,
@@ -108,28 +103,26 @@ SETTINGS: dict[str, Setting] = {
             "kv_observation_window": 8,
         }.items()
     },
-    "--kv-checks": Setting(lambda c: c.kv.kv_checks > 0.0, {"kv_checks": 1.0}),
-    "--kv-cache-dtype int8 or fp8": Setting(lambda c: c.kv.kv_cache_dtype != "auto", {"kv_cache_dtype": "int8"}),
+    "--kv-checks": _given("kv_checks", 1.0),
+    "--kv-cache-dtype int8 or fp8": _given("kv_cache_dtype", "int8"),
     "--attention-backend native or numba": Setting(
         lambda c: c.kv.attention in ("native", "numba"), {"attention": "native"}
     ),
     "--attention-backend cuda or flashinfer": Setting(
         lambda c: c.kv.attention in ("cuda", "flashinfer"), {"attention": "cuda", "memory_device": "cuda"}
     ),
-    "--attention-backend flashinfer": Setting(
-        lambda c: c.kv.attention == "flashinfer", {"attention": "flashinfer", "memory_device": "cuda"}
-    ),
-    "--hf-overrides": Setting(lambda c: bool(c.model.hf_overrides), {"hf_overrides": OVERRIDES_EXAMPLE}),
-    "--quantization": Setting(lambda c: bool(c.model.quantization), {"quantization": "awq"}),
+    "--attention-backend flashinfer": _equal("attention", "flashinfer", memory_device="cuda"),
+    "--hf-overrides": _given("hf_overrides", OVERRIDES_EXAMPLE),
+    "--quantization": _given("quantization", "awq"),
     "--quantization int8 or int4": Setting(lambda c: c.model.quantization in ONLINE, {"quantization": "int8"}),
-    "--gemm native": Setting(lambda c: c.model.gemm == "native", {"gemm": "native"}),
-    "--partition token": Setting(lambda c: c.topology.partition == "token", {"partition": "token"}),
-    "--partition request": Setting(lambda c: c.topology.partition == "request", {"partition": "request"}),
-    "--partition spill": Setting(lambda c: c.topology.partition == "spill", {"partition": "spill"}),
-    "--memory-workers 1": Setting(lambda c: c.topology.memory_workers == 1, {"memory_workers": 1}),
-    "--memory-weights": Setting(lambda c: bool(c.topology.memory_weights), {"memory_weights": MEASURED}),
-    "--memory-weights measured": Setting(lambda c: c.topology.memory_weights == MEASURED, {"memory_weights": MEASURED}),
-    "--kv-parity 1": Setting(lambda c: c.topology.kv_parity > 0, {"kv_parity": 1}),
+    "--gemm native": _equal("gemm", "native"),
+    "--partition token": _equal("partition", "token"),
+    "--partition request": _equal("partition", "request"),
+    "--partition spill": _equal("partition", "spill"),
+    "--memory-workers 1": _equal("memory_workers", 1),
+    "--memory-weights": _given("memory_weights", MEASURED),
+    "--memory-weights measured": _equal("memory_weights", MEASURED),
+    "--kv-parity 1": _given("kv_parity", 1),
     "--pipeline 2 or more": Setting(lambda c: int(c.topology.pipeline) > 1, {"pipeline": 2}),
     "--pipeline auto": Setting(lambda c: c.topology.measures_pipeline, {"plan": "auto"}),
     "--tensor-parallel-size 2 or more": Setting(
@@ -139,56 +132,47 @@ SETTINGS: dict[str, Setting] = {
         lambda c: c.topology.tensor_parallel_size > 1 and c.topology.prefill_workers > 0,
         {"tensor_parallel_size": 2, "prefill_workers": 2},
     ),
-    "--collective": Setting(_differs("topology", "collective"), {"collective": "mesh", "tensor_parallel_size": 2}),
+    "--collective": _given("collective", "mesh", tensor_parallel_size=2),
     "--collective nccl": Setting(
         lambda c: c.topology.collective == "nccl" and c.topology.tensor_parallel_size > 1,
         {"collective": "nccl", "tensor_parallel_size": 2, "compute_device": "cuda"},
     ),
-    "--prefill-workers": Setting(lambda c: c.topology.prefill_workers > 0, {"prefill_workers": 2}),
+    "--prefill-workers": _given("prefill_workers", 2),
     "--prefill-pipeline": Setting(
         lambda c: c.topology.prefill_pipeline > 1, {"prefill_workers": 2, "prefill_pipeline": 2}
     ),
-    "--prefill-kv-memory": Setting(
-        lambda c: c.devices.prefill_kv_memory != "auto", {"prefill_workers": 2, "prefill_kv_memory": "1GiB"}
-    ),
-    "--lending ledger": Setting(lambda c: bool(c.launch.ledger), {**_LOANS, "borrow": "1GiB"}),
-    "--lending place": Setting(
-        _differs("launch", "lending_place"), {**_LOANS, "borrow": "1GiB", "lending_place": "z/r/h"}
-    ),
-    "--lending borrow.max": Setting(lambda c: bool(c.topology.borrow), {**_LOANS, "borrow": "1GiB"}),
-    "--lending lend.share": Setting(lambda c: c.topology.lend > 0.0, {**_LOANS, "lend": 0.5, "kv_memory": "1GiB"}),
-    "--lending lend.address": Setting(
-        _differs("launch", "lend_address"), {**_LOANS, "lend": 0.5, "kv_memory": "1GiB", "lend_address": "h:1"}
-    ),
-    "--lending lend.max_gbps": Setting(
-        _differs("launch", "lend_gbps"), {**_LOANS, "lend": 0.5, "kv_memory": "1GiB", "lend_gbps": 2.0}
-    ),
+    "--prefill-kv-memory": _given("prefill_kv_memory", "1GiB", prefill_workers=2),
+    "--lending ledger": _given("ledger", "h:1", partition="spill", borrow="1GiB"),
+    "--lending place": _given("lending_place", "z/r/h", **_LOANS, borrow="1GiB"),
+    "--lending borrow.max": _given("borrow", "1GiB", **_LOANS),
+    "--lending lend.share": _given("lend", 0.5, **_LOANS, kv_memory="1GiB"),
+    "--lending lend.address": _given("lend_address", "h:1", **_LOANS, lend=0.5, kv_memory="1GiB"),
+    "--lending lend.max_gbps": _given("lend_gbps", 2.0, **_LOANS, lend=0.5, kv_memory="1GiB"),
     "--kv-cache-memory-bytes": Setting(lambda c: bool(c.devices.kv_bytes()), {"kv_memory": "1GiB"}),
     "--compute-device cuda": Setting(lambda c: c.devices.compute_device.startswith("cuda"), {"compute_device": "cuda"}),
     "--compute-device cuda:N": Setting(lambda c: ":" in c.devices.compute_device, {"compute_device": "cuda:1"}),
-    "--compute-device auto": Setting(lambda c: c.devices.compute_device == "auto", {"compute_device": "auto"}),
+    "--compute-device auto": _equal("compute_device", "auto"),
     "--memory-device cuda": Setting(lambda c: c.devices.memory_device.startswith("cuda"), {"memory_device": "cuda"}),
-    "--memory-device auto": Setting(lambda c: c.devices.memory_device == "auto", {"memory_device": "auto"}),
-    "--memory-sms": Setting(lambda c: c.devices.memory_sms > 0, {"memory_sms": 8, "memory_device": "cuda"}),
-    "--rdma-device": Setting(lambda c: bool(c.devices.rdma_device), {"rdma_device": "mlx5_0", "transport": "verbs"}),
-    "--cores": Setting(lambda c: bool(c.devices.cores), {"cores": "auto"}),
+    "--memory-device auto": _equal("memory_device", "auto"),
+    "--memory-sms": _given("memory_sms", 8, memory_device="cuda"),
+    "--rdma-device": _given("rdma_device", "mlx5_0", transport="verbs"),
+    "--cores": _given("cores", "auto"),
     "--transport loopback": Setting(_is_in_process, {"transport": "loopback"}),
     "--transport gin": Setting(lambda c: made_at_start(_scheme(c)), {"transport": "gin"}),
     "--transport verbs, mlx5 or auto": Setting(_uses_rdma, {"transport": "verbs"}),
-    "--memory-addresses": Setting(
-        lambda c: bool(c.launch.memory_addresses), {"memory_workers": 2, "memory_addresses": "h:1,h:2"}
-    ),
-    "--launcher local": Setting(lambda c: c.launch.launcher == "local", {"launcher": "local"}),
+    "--memory-addresses": _given("memory_addresses", "h:1,h:2", memory_workers=2),
+    "--launcher local": _equal("launcher", "local"),
     "--launcher ray": Setting(lambda c: c.launch.launcher_name == "ray", {"launcher": "ray", **_RAY}),
     "--launcher static": Setting(lambda c: c.launch.is_static, _STATIC),
-    "--cluster": Setting(lambda c: bool(c.launch.ray_address), _RAY),
-    "--cluster FILE with hosts": Setting(lambda c: bool(c.launch.hosts), {**_STATIC, "hosts": "h.yaml"}),
-    "--ray-wait-s": Setting(lambda c: c.launch.ray_wait_s > 0, {**_RAY, "ray_wait_s": 3.0}),
+    "--cluster": _given("ray_address", "auto"),
+    "--cluster FILE with hosts": _given("hosts", "h.yaml", **_STATIC),
+    "--ray-wait-s": _given("ray_wait_s", 3.0, **_RAY),
     "--driver": Setting(
-        _differs("launch", "driver_address", "driver_name"), {**_STATIC, "driver_address": "10.0.0.1:7000"}
+        lambda c: any(_value(c, name) != _value(_DEFAULTS, name) for name in ("driver_address", "driver_name")),
+        {**_STATIC, "driver_address": "10.0.0.1:7000"},
     ),
-    "--spare-compute": Setting(lambda c: c.launch.spare_compute > 0, {"spare_compute": 2}),
-    "--spare-memory": Setting(lambda c: c.launch.spare_memory > 0, {"spare_memory": 2}),
+    "--spare-compute": _given("spare_compute", 2),
+    "--spare-memory": _given("spare_memory", 2),
 }
 
 # What only a model, a request or a running engine decides.
