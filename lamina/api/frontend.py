@@ -85,13 +85,7 @@ class Frontend:
         config, _ = choose_transport(make_config(our_option_names(options)))
         model = _checked_model(model)
         if isinstance(model, str):
-            given = config.model
-            peek_config(
-                model,
-                trust_remote_code=given.trust_remote_code,
-                hf_overrides=given.hf_overrides,
-                quantization=given.quantization,
-            )
+            peek_config(model, config.model)
         elif config.batching.enable_prefix_caching is None and not config.offload.backend:  # its weights may change
             config = replace_options(config, {"enable_prefix_caching": False})
         remote = config.model.trust_remote_code

@@ -132,15 +132,9 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     from lamina.server.engine_client.launch import launch_engine
     from lamina.server.engine_client.messages import StartEngine
 
-    given = engine.model
     check_gpus(engine)
     check_source(model)
-    peek_config(
-        model,
-        trust_remote_code=given.trust_remote_code,
-        hf_overrides=given.hf_overrides,
-        quantization=given.quantization,
-    )
+    peek_config(model, engine.model)
     for secret in ("LAMINA_API_KEY", "LAMINA_ADMIN_KEY"):  # workers and hosts elsewhere get this environment
         os.environ.pop(secret, None)
     with _journal(model, config) as journal, listener(config) as sock:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 from lamina.netstack import check_scheme
 from lamina.netstack.contract.rdma_device_name import Wanted
@@ -13,6 +13,14 @@ from .conflicts import WINDOWED_LAYERS, check_conflicts, conflict_text
 from .engine_config import EngineConfig
 from .option import size_flag
 from .partition import PARTITIONS, Partition
+
+
+def kv_heads_of(config: Callable[[str], Any]) -> int:
+    """Return the KV heads by the names that configurations have for them; 0 if it has another name. The workers check
+    the real shapes. ``config``: returns an entry by its name, or None.
+    """
+    names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
+    return next((heads for name in names if isinstance(heads := config(name), int)), 0)
 
 
 class ModelLimits(NamedTuple):

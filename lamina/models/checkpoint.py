@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lamina.config.engine_config import ONLINE
+from lamina.config.engine_config import ONLINE, ModelOptions
 
 from . import config_overrides, quantization
 from .errors import ModelError, UnsupportedModelError
@@ -89,18 +89,16 @@ def check_source(source: str) -> None:
             _download(source, ["config.json"])
 
 
-def peek_config(
-    source: str | os.PathLike[str], *, trust_remote_code: bool = False, hf_overrides: str = "", quantization: str = ""
-) -> dict[str, Any]:
-    """Return the content of a model directory's config.json, with the entries of ``hf_overrides``, a JSON object as
-    text; empty for a hub id, whose file may not be here yet. It reports faults of a directory before any import or
-    start, and a ``quantization`` that it does not have. Raises ModelError.
+def peek_config(source: str | os.PathLike[str], options: ModelOptions) -> dict[str, Any]:
+    """Return the content of a model directory's config.json, with the entries of --hf-overrides; empty for a hub id,
+    whose file may not be here yet. It reports faults of a directory before any import or start, and a --quantization
+    that it does not have. Raises ModelError.
     """
     if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(os.fspath(source)):
         return {}
-    directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
-    raw = _raw_config(directory, hf_overrides, trust_remote_code)
-    check_quantization(directory, quantization)
+    directory = find_checkpoint(source, trust_remote_code=options.trust_remote_code)
+    raw = _raw_config(directory, options.hf_overrides, options.trust_remote_code)
+    check_quantization(directory, options.quantization)
     return raw
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lamina.config.conflicts import NN_MODULE, conflict_text
+from lamina.config.engine_config import ModelOptions
 from lamina.ops.gemm import LinearBackend
 
 from .attention_routing import WHOLE_MODEL, WeightShard
@@ -131,7 +132,7 @@ def load(
             model, part = _from_pretrained(directory, config, kind, trust_remote_code, progress), WHOLE_MODEL
     check_all_used(model, directory, allow_unused=allow_unused_weights)
     if hf_overrides and not (directory / "generation_config.json").exists():
-        merged = peek_config(directory, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
+        merged = peek_config(directory, ModelOptions(trust_remote_code=trust_remote_code, hf_overrides=hf_overrides))
         model.generation_config = _generation_config_of(merged)
     _read_ahead(model, directory, progress)
     return replace(_describe(model.eval().requires_grad_(False), directory), part=part, stamps=stamps)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flat_options import flat_options, make_config
 from lamina.config.option import MEASURED
-from lamina.config.resolve import ModelLimits, check_model
+from lamina.config.resolve import ModelLimits, check_model, kv_heads_of
 from lamina.config.topology import MAX_BATCHES, MAX_WORKERS
 from lamina.models.checkpoint import peek_config
 
@@ -26,7 +26,6 @@ from .openapi import body_of, responses_of
 from .request.openai_protocol import Int, Strict, Word
 from .request.request_bodies import parse
 
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 ELEMENT_BYTES = {"float32": 4}
 router = APIRouter()
 
@@ -157,10 +156,9 @@ def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: Engi
     divided among these workers.
     """
     wanted = scaled_config(before, asked)
-    given = before.model
-    raw = peek_config(model, trust_remote_code=given.trust_remote_code, hf_overrides=given.hf_overrides)
+    raw = peek_config(model, before.model)
     text: dict[str, Any] = raw.get("text_config", raw)
-    heads = next((n for name in KV_HEADS if isinstance(n := text.get(name), int)), 0)
+    heads = kv_heads_of(text.get)
     window = n if isinstance(n := text.get("sliding_window"), int) else 0
     elements = ready.row_bytes["kv"] // ELEMENT_BYTES.get(ready.dtype, 2)
     check_model(wanted, ModelLimits(ready.max_model_len, heads, elements, window))

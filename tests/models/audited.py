@@ -46,13 +46,14 @@ class Watch:
 
 def load_all(directory: str, trusted: bool) -> None:
     """Read everything that a server and its workers read of a model."""
+    from lamina.config.engine_config import ModelOptions
     from lamina.models.chat_template import render_chat
     from lamina.models.checkpoint import peek_config
     from lamina.models.generation_defaults import default_sampling_params
     from lamina.models.load import load
     from lamina.models.tokenizer import load_tokenizer
 
-    peek_config(directory, trust_remote_code=trusted)
+    peek_config(directory, ModelOptions(trust_remote_code=trusted))
     default_sampling_params(directory, trust_remote_code=trusted)
     tokenizer = load_tokenizer(directory, trust_remote_code=trusted)
     for size in (1, 2):

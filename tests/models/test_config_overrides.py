@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lamina import LLM, SamplingParams
 from lamina.cli.launch import main
+from lamina.config.engine_config import ModelOptions
 from lamina.config.flat_options import make_config
 from lamina.models.checkpoint import peek_config, read_config
 from lamina.models.errors import ModelError
@@ -224,9 +225,13 @@ def test_other_overrides_add_no_token_that_ends_a_text(llama: Path, tmp_path: Pa
     ],
 )
 def test_what_the_file_may_not_say_is_refused(llama: Path, given: dict[str, Any], words: str) -> None:
-    for use in (peek_config, read_config):
+    text = text_of(given)
+    for use in (
+        lambda: peek_config(llama, ModelOptions(hf_overrides=text)),
+        lambda: read_config(llama, hf_overrides=text),
+    ):
         with pytest.raises(ModelError) as refused:
-            use(llama, hf_overrides=text_of(given))
+            use()
         assert str(refused.value) == words.replace("{path}", str(llama))
 
 

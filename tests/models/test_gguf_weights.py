@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from lamina import LLM, SamplingParams
+from lamina.config.engine_config import ModelOptions
 from lamina.models.checkpoint import find_checkpoint, peek_config, read_config
 from lamina.models.errors import ModelError
 from lamina.models.load import load
@@ -230,7 +231,12 @@ def test_a_header_that_lies_is_refused_before_anything_is_made_of_it(
     places = {"version": 4, "tensors": 8, "fields": 16, "items": items, "kind": items - 4, "dims": dims}
     struct.pack_into(form, content, places[at], lie)
     (tmp_path / "lies.gguf").write_bytes(content)
-    for read in (load, find_checkpoint, peek_config, lambda path: load_tokenizer(str(path))):
+    for read in (
+        load,
+        find_checkpoint,
+        lambda path: peek_config(path, ModelOptions()),
+        lambda path: load_tokenizer(str(path)),
+    ):
         with pytest.raises(ModelError, match=f"is truncated or corrupt, fetch it again: .*{words}"):
             read(tmp_path / "lies.gguf")
 
@@ -254,5 +260,5 @@ def test_a_folder_of_files_is_refused_with_the_file_to_give(tmp_path: Path) -> N
     shutil.copy(FILES / "llama_q4_0.gguf", tmp_path)
     with pytest.raises(ModelError, match=r"has no config.json: give its GGUF file, as .*/llama_q4_0.gguf"):
         load(tmp_path)
-    assert peek_config(tmp_path / "llama_q4_0.gguf") == {}
+    assert peek_config(tmp_path / "llama_q4_0.gguf", ModelOptions()) == {}
     assert find_checkpoint(tmp_path / "llama_q4_0.gguf") == tmp_path / "llama_q4_0.gguf"

@@ -12,7 +12,7 @@ from typing import Any
 from lamina import netstack
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flag_groups import flag_name
-from lamina.config.resolve import ModelLimits, check_model, check_names
+from lamina.config.resolve import ModelLimits, check_model, check_names, kv_heads_of
 from lamina.env import cluster_key
 from lamina.executor.transport_choice import choose_transport
 from lamina.facts.gpus import why_no_gpu
@@ -96,13 +96,7 @@ def _check_cores(config: EngineConfig) -> None:
 def stated_limit(model: str, config: EngineConfig) -> int:
     """Tokens that no sequence exceeds, as far as the flags and config.json say it at once; a start may find less."""
     _check_names(config)
-    given = config.model
-    raw = peek_config(
-        model,
-        trust_remote_code=given.trust_remote_code,
-        hf_overrides=given.hf_overrides,
-        quantization=given.quantization,
-    )
+    raw = peek_config(model, config.model)
     own = raw.get("text_config", raw).get("max_position_embeddings")
     return config.model.max_model_len or (own if isinstance(own, int) else sys.maxsize)
 
@@ -196,18 +190,8 @@ def _check_names(config: EngineConfig) -> None:
 def _facts(model: Any) -> ModelLimits:
     from lamina.models.load import longest_model_len, max_model_len
 
-    text, heads = model.get_text_config(), _kv_heads(model)
+    text = model.get_text_config()
+    heads = kv_heads_of(lambda name: getattr(text, name, None))
     layers, dim = getattr(text, "num_hidden_layers", 0), getattr(text, "head_dim", 0)
     elements, window = 2 * layers * heads * (dim or 0), getattr(text, "sliding_window", None) or 0
     return ModelLimits(max_model_len(model), heads, elements, window, longest_model_len(model))
-
-
-def _kv_heads(config: Any) -> int:
-    """Return the KV heads, by the names that configurations have for them; 0 if it has another name. The workers check
-    the real shapes.
-    """
-    text = config.get_text_config()
-    for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head"):
-        if isinstance(value := getattr(text, name, None), int):
-            return value
-    return 0
