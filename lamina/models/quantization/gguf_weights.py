@@ -29,7 +29,6 @@ _MOST_ITEMS = 10_000  # of an array that has a value for each layer; larger ones
 _TOKENS = "tokenizer.ggml.tokens"
 _LOCK = threading.Lock()
 _CHECKED = 1 << 20  # numbers at once
-_BLOCKS = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"}
 
 
 def read_config(path: Path) -> Any:
@@ -97,8 +96,8 @@ def _reader(path: Path, stamp: Stamp) -> _Header:
             raise ModelError(f"{part} is truncated or corrupt, fetch it again: {one_line(error)}") from error
     reader = _Header(readers[0].fields, [tensor for each in readers for tensor in each.tensors])
     _check_parts(parts, [each.fields for each in readers], [tensor.name for tensor in reader.tensors])
-    if strange := next((t for t in reader.tensors if t.tensor_type.name not in {*_FLOATS, *_BLOCKS}), None):
-        known = ", ".join(sorted({*_FLOATS, *_BLOCKS}))
+    if strange := next((t for t in reader.tensors if t.tensor_type.name not in {*_FLOATS, *PACKED}), None):
+        known = ", ".join(sorted({*_FLOATS, *PACKED}))
         raise UnsupportedModelError(f"{path}: {strange.name} is {strange.tensor_type.name}; read are {known}")
     return reader
 
