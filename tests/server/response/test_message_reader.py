@@ -1,7 +1,8 @@
 """Reasoning and calls that a model writes by itself, through the server's routes: whole, and as a stream.
 
 Covers: lamina/server/response/reasoning_count.py, lamina/server/reasoning_parsers/think_tags.py,
-lamina/server/request/tool_request.py, lamina/server/reasoning_parsers/openai_gptoss.py.
+lamina/server/request/tool_request.py, lamina/server/reasoning_parsers/openai_gptoss.py,
+lamina/server/reasoning_parsers/contract.py.
 """
 
 from __future__ import annotations
