@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from lamina.api.llm import LLM
 from lamina.engine.engine import Engine
@@ -35,7 +35,7 @@ class RecordedEngine(Engine):
     def __init__(self, executor: Executor, *args: Any, **options: Any) -> None:
         self.recording = RecordingExecutor(executor)
         self.interruptions: list[Interruption] = []
-        super().__init__(self.recording, *args, **options)
+        super().__init__(cast("Executor", self.recording), *args, **options)
 
     def on_epoch_changed(self, change: EpochChanged) -> None:
         scheduler = self.scheduler

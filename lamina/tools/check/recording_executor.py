@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-from lamina.protocol.control import ComputeReady, RunRound
-from lamina.protocol.executor import Done, EpochChanged, Executor
-from lamina.protocol.offload_messages import PagesExpired
-from lamina.protocol.step_plan import SurvivingKv
+from lamina.protocol.control import RunRound
+from lamina.protocol.executor import Executor
 
 from .verdict import Plans
 
 
 class RecordingExecutor:
-    """Records the plans of passing steps."""
+    """Records the plans of steps that pass to an Executor; everything else is that executor's."""
 
     def __init__(self, executor: Executor) -> None:
         self._wire = executor
@@ -25,9 +23,8 @@ class RecordingExecutor:
         self.lent: dict[int, int] = {}  # sequence -> most stripes on loan at once
         self._arrived: dict[int, int] = {}  # sequence -> how many came before it
 
-    @property
-    def ready(self) -> ComputeReady:
-        return self._wire.ready
+    def __getattr__(self, name: str) -> Any:  # all that is not recorded
+        return getattr(self._wire, name)
 
     def submit(self, new: RunRound) -> None:
         self._note(new)
@@ -45,21 +42,3 @@ class RecordingExecutor:
             if plan.rows:
                 number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
                 self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
-
-    def wait(self) -> Done | EpochChanged:
-        return self._wire.wait()
-
-    def check_workers(self) -> EpochChanged | PagesExpired | None:
-        return self._wire.check_workers()
-
-    def resume(self, keep: Sequence[SurvivingKv]) -> ComputeReady | EpochChanged:
-        return self._wire.resume(keep)
-
-    def begin_era(self) -> bytes:
-        return self._wire.begin_era()
-
-    def stats(self) -> dict[str, dict[str, float]]:
-        return self._wire.stats()
-
-    def close(self) -> None:
-        self._wire.close()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,13 @@ import msgspec
 from lamina import __version__
 from lamina.config.option import parse_size
 from lamina.facts.hardware import entries
+from lamina.netstack.cached_file import CachedFile, cache_directory
 
 from .tables import DATA
 
 _PAPER = "arXiv 2405.01814, table 3"
 _SIZES = ("layers", "hidden", "heads", "group", "ffn", "itemsize")
-_CACHE = "LAMINA_CACHE"
+_MAX_BYTES, _MAX_FILES = 1 << 20, 64  # of kept facts
 _DENSE = 0.75  # a larger share of its weights that a row needs is all of them
 
 
@@ -128,22 +127,17 @@ def model_facts(
             raise ValueError(f"--quantization: {model} is known by the paper's sizes alone: leave it out")
         return shipped[model]
     kept = _kept(model, dtype) if not packed else None
-    with suppress(OSError, msgspec.DecodeError):
-        if kept is not None:
-            return msgspec.json.decode(kept.read_bytes(), type=ModelFacts)
+    if kept is not None and (data := kept.read()) is not None:
+        return msgspec.json.decode(data, type=ModelFacts)
     facts = captured_facts(model, dtype, trust_remote_code, packed=packed, quantization=quantization)
     if kept is not None:
-        with suppress(OSError):
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            new = kept.with_suffix(f".{os.getpid()}")
-            new.write_bytes(msgspec.json.encode(facts))
-            new.replace(kept)
+        kept.write(msgspec.json.encode(facts))
     return facts
 
 
-def paper_models(path: Path = DATA / "models.toml") -> dict[str, ModelFacts]:
+def paper_models() -> dict[str, ModelFacts]:
     """Return the paper's models by name, from their sizes alone."""
-    return {name: _of_sizes(name, entry) for name, entry in entries(path)}
+    return {name: _of_sizes(name, entry) for name, entry in entries(DATA / "models.toml")}
 
 
 def _of_sizes(name: str, entry: Mapping[str, Any]) -> ModelFacts:
@@ -167,15 +161,15 @@ def _of_sizes(name: str, entry: Mapping[str, Any]) -> ModelFacts:
     )
 
 
-def _kept(model: str, dtype: str) -> Path | None:
-    """Return the path of kept facts of a model with a local configuration: they depend on it and this version only."""
+def _kept(model: str, dtype: str) -> CachedFile | None:
+    """Return the file of kept facts of a model with a local configuration: they depend on it and this version only."""
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
-    folder = os.environ.get(_CACHE, str(Path.home() / ".cache" / "lamina"))
-    if not folder or not path.is_file():
+    folder = cache_directory("facts")
+    if folder is None or not path.is_file():
         return None
     text = b"\0".join([path.read_bytes(), dtype.encode(), model.encode(), __version__.encode(), _code()])
-    return Path(folder) / "facts" / f"{hashlib.sha256(text).hexdigest()}.json"
+    return CachedFile(folder / f"{hashlib.sha256(text).hexdigest()}.json", largest=_MAX_BYTES, most_files=_MAX_FILES)
 
 
 def _code() -> bytes:

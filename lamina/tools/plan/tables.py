@@ -113,10 +113,10 @@ class Baseline:
     origin: str
 
 
-def constants(path: Path = DATA / "constants.toml") -> Constants:
+def constants() -> Constants:
     """Read the constants. Raises ValueError for a bad table."""
     values, origins = {}, {}
-    for name, entry in entries(path):
+    for name, entry in entries(DATA / "constants.toml"):
         values[name], origins[name] = float(entry["value"]), f"{entry['origin']} ({entry['unit']})"
     return Constants(values, origins)
 
@@ -162,9 +162,9 @@ def baseline(name: str) -> Baseline:
 
 
 @cache
-def modelling_errors(path: Path = DATA / "errors.toml") -> Constants:
+def modelling_errors() -> Constants:
     """Return the relative errors of a step's time; see data/errors.toml."""
-    sections = dict(entries(path))
+    sections = dict(entries(DATA / "errors.toml"))
     return Constants(
         {name: float(e["share"]) for name, e in sections.items()}, {name: e["origin"] for name, e in sections.items()}
     )
