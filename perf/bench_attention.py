@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import cpu_pressure, peak_products, record, spread
+from common import cpu_pressure, parser_of, peak_products, record, spread
 from peers.attention import AttentionPeer, seconds
 from torch import Tensor
 
@@ -360,7 +360,7 @@ def huge_pages() -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--backend", default="native", help="of the attention table, several by comma")
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--batch", type=int, default=16)
@@ -380,7 +380,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="only Lamina and the read limit")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the environment with vLLM")
     parser.add_argument("--json", action="store_true", help="print the JSON lines instead of a table")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args(arguments)
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from bench_attention import CPU, DTYPES, AttentionCompetitor, Problem, check, lamina, read_limit, timed, torch_sdpa
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 
 from lamina.ops.attention import get
 
@@ -75,12 +75,11 @@ def verdict(rates_of: dict[int, dict[str, float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=1, help="of each kernel (1)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--kv-cache-dtype", default="auto", help="of stored K and V (auto)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each (15)")
-    parser.add_argument("--write", action="store_true", help="append to perf/results/bench_bands.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     pressure = [cpu_pressure()]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from bench_decode import REST_S, DecodeLamina, Generate
-from common import GREEDY, cpu_pressure, record, spread
+from common import GREEDY, cpu_pressure, parser_of, record, spread
 from peers.decode import PEERS, DecodePeer
 from reference_model import make
 
@@ -61,7 +61,7 @@ def _use(core: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=96, help="tokens decoded by each competitor, half of them busy")
@@ -70,7 +70,6 @@ def main() -> None:
     parser.add_argument(
         "--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers/install.sh)"
     )
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     if args.tokens < 2 * TURN_STEPS:
         raise SystemExit(f"--tokens {args.tokens}: a turn of either kind takes {TURN_STEPS} steps; give more")

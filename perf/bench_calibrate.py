@@ -12,7 +12,6 @@ work.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import tempfile
@@ -25,7 +24,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -170,11 +169,10 @@ def compare(real: list[RunSpeed], predicted: RunSpeed) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--turns", type=int, default=10, help="of each run, in each of four parts of the session")
     parser.add_argument("--keep", type=Path, help="folder in which runs are kept; those that it has are not made again")
     parser.add_argument("--control", action="store_true", help="emulated devices alone")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as own:
         folder, path = args.keep or Path(own), make(Path(own) / "model", "bfloat16", SHAPE)

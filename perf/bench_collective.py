@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from common import BrokenError, cpu_pressure, line_of, record
+from common import BrokenError, cpu_pressure, line_of, parser_of, record
 from gpu.collective import LIMIT_S, RUNS, play
 
 from lamina import netstack
@@ -31,11 +31,10 @@ CPU = torch.device("cpu")
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="processes, cores in turns (default: 2)")
     parser.add_argument("--transport", default="shm", help="of the mesh, between processes (default: shm)")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"of each size (default: {RUNS})")
-    parser.add_argument("--write", action="store_true", help="append to results/bench_collective.jsonl")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser
 

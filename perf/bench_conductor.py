@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from bench_prefill import SHAPE
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -61,7 +61,7 @@ class Served(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--prefill-workers", type=int, default=2)
     parser.add_argument("--busy", type=float, default=0.85, help="of the prefill workers' time, that prompts ask for")
@@ -75,7 +75,6 @@ def main() -> None:
     parser.add_argument("--keep", action=argparse.BooleanOptionalAction, default=True, help="prompts for others alike")
     parser.add_argument("--policy", default="auto", help="who computes a prompt")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     os.environ[VARIABLE] = msgspec.json.encode(
         DeviceTimes(slice_s=(0.002,), prefill_row_s=args.row_us / 1e6, attention_s=0.002)

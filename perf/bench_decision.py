@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable
 
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 
 from lamina.scheduler.conductor import Conductor, ConductorConfig, PromptInfo
 from lamina.scheduler.conductor.latency_model import (
@@ -31,12 +31,11 @@ PREFILL, STEP, RATE = PrefillLatency(0.0, 2e-4, 2e-9), StepLatency(0.01, 0.0015,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--prefill-workers", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=126_000, help="of the prompt")
     parser.add_argument("--decoding", type=int, default=200, help="completions")
     parser.add_argument("--runs", type=int, default=2000)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     for policy in POLICIES:
         decide = decision(policy, args)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from common import GREEDY, add_sampling, cpu_pressure, record, sampling_of, spread
+from common import GREEDY, add_sampling, cpu_pressure, parser_of, record, sampling_of, spread
 from peers.decode import PEERS, DecodePeer
 from reference_model import make
 
@@ -150,7 +150,7 @@ class DecodeLamina:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded by each competitor")
@@ -166,7 +166,6 @@ def main() -> None:
     )
     parser.add_argument("--quantization", default="", help="further Lamina engines, by comma: int8, int4")
     parser.add_argument("--without", default="", help="competitors that are not to take part, by comma")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     if SUBJECT in args.without.split(","):
         raise SystemExit(f"--without {SUBJECT}: all others are compared with it; leave it in")

@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 from paper_figures import batch_load, costs_of, table5_pair
 from reference_model import make
 
@@ -103,13 +103,12 @@ def seconds_of_a_token(path: Path, times: Times, tokens: int, *, early_q: bool, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 16, 32], help="sequences of the modelled batch")
     parser.add_argument("--slower", type=float, default=20.0, help="factor on all times")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     for name in args.models.split(","):
         kv_heads, width, paper = MODELS[name]

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -40,7 +40,7 @@ COPIES = 9
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, nargs="+", default=[80, 280], help="of KV that runs (default: 80 280)")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--few", type=int, default=2, help="memory workers before, and again")
@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="512MiB", help="of each memory worker")
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--partition", default="head")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     for mib in args.mib:
         with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,6 @@ text and one is asked for after it: what was dropped is missed there.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from bench_kv_sparsity import MODEL, RECENT, SIZE, held_out_tokens, recall_prompts
-from common import record
+from common import parser_of, record
 
 from lamina import LLM, SamplingParams
 from lamina.config.sparsity import ErrorBudget
@@ -85,7 +84,7 @@ def alarms(seen: Seen, budget: ErrorBudget, tokens: int, runs: int) -> tuple[int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=200, help="of a run")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens")
@@ -95,7 +94,6 @@ def main() -> None:
     parser.add_argument("--recall", type=int, default=0, help="pairs before each text, one of which is asked for")
     parser.add_argument("--top1", type=float, default=0.0, help="budget of errors; 0: twice that of the first policy")
     parser.add_argument("--kl", type=float, default=1.0, help="the same in nats, with --top1")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     tokenizer = load_tokenizer(str(MODEL), trust_remote_code=False)
     text = held_out_tokens(tokenizer)

@@ -11,7 +11,6 @@ turns. Prints one JSON line; --write appends it to perf/results/bench_fetch.json
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 from peers.child import Child
 
 from lamina import netstack
@@ -93,12 +92,11 @@ def _hold(pipe: Connection, layers: int, most: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", default="16,128,512,2048", help="of a beginning, by comma")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--peer", default="", help="python of an environment with Mooncake's transfer engine")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     each = [int(tokens) for tokens in args.tokens.split(",")]
     context = multiprocessing.get_context("spawn")

@@ -10,7 +10,6 @@ lines; --write appends those to perf/results/bench_journal.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import tempfile
@@ -18,7 +17,7 @@ import time
 from typing import Any
 
 import msgspec
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 
 from lamina import SamplingParams
 from lamina.server.engine_client.messages import Delta
@@ -30,12 +29,11 @@ from lamina.server.request.openai_protocol import Sampling
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--dir", default=".", help="on the disk that is measured")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     results: dict[str, Any] = {"accept_s": {}, "step_s": {}}
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:

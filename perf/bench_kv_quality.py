@@ -6,7 +6,6 @@ statements many tokens before. Real workers, one line for each --kv-cache-dtype.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import record
+from common import parser_of, record
 
 from lamina import LLM, SamplingParams
 from lamina.config.engine_config import KV_CACHE_DTYPES
@@ -59,12 +58,11 @@ def recall(llm: LLM, tokenizer: Any, distance: int, prompts: int, filler: str) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--text-bytes", type=int, default=60_000, help="of the held-out text")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=64, help="questions at each distance")
     parser.add_argument("--dtype", default="float32", help="of the wire and, for auto, of the stored K and V")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     tokenizer, held_out = load_tokenizer(str(MODEL), trust_remote_code=False), held_out_text()
     text = held_out.encode()[: args.text_bytes].decode(errors="ignore")

@@ -11,7 +11,6 @@ from three halves to a half of the budget; `inverted` is the reverse. All keep a
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_kv_sparsity import MODEL, PAIRS, RECENT, SIZE, budget_of, held_out_tokens
-from common import record
+from common import parser_of, record
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -104,13 +103,12 @@ def _by_block(weights: Tensor, blocks: int) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=int, default=64, help="questions of each row")
     parser.add_argument("--distances", type=int, nargs="+", default=[256, 1024], help="tokens of text between")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.15, 0.1], help="of the prompt's tokens")
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 64], help="of flat besides")
     parser.add_argument("--orders", nargs="+", default=["seen", "later"], choices=["seen", "later"])
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     tokenizer = load_tokenizer(str(MODEL), trust_remote_code=False)
     filler = held_out_tokens(tokenizer)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from common import record
+from common import parser_of, record
 from peers.recall import ENVIRONMENTS, PEERS, RecallPeer
 
 from lamina import LLM, SamplingParams
@@ -189,7 +189,7 @@ class SparsityCosts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--measure", nargs="+", default=["recall", "bits"], choices=["recall", "bits", "peers"])
     parser.add_argument("--prompts", type=int, default=64, help="questions, or texts, of each row")
     parser.add_argument("--distances", type=int, nargs="+", default=DISTANCES, help="tokens of text between")
@@ -203,7 +203,6 @@ def main() -> None:
     parser.add_argument("--orders", nargs="+", default=ORDERS, choices=ORDERS, help="when the question comes")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS), help="of --measure peers")
     parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     settings = {"prompts": args.prompts, "full_layers": args.full_layers, "window": args.window}
     settings |= {"block_size": args.block_size, "recent": args.recent}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import cpu_pressure, peak_products, record, spread
+from common import cpu_pressure, parser_of, peak_products, record, spread
 from reference_model import SHAPE
 from torch import Tensor
 
@@ -184,13 +184,12 @@ def measure(layers: LayerWeights, args: argparse.Namespace, threads: int, folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256")
     parser.add_argument("--threads", default="1,2", help="each in a record of its own")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--variants", default="", help="of native, by comma; all that this CPU has")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     args.rows = [int(rows) for rows in args.rows.split(",")]
     environment = {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "ONEDNN_"))}

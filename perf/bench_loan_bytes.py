@@ -12,12 +12,11 @@ appends them to perf/results/bench_loan_bytes.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import secrets
 import threading
 import time
 
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 
 from lamina import netstack
 from lamina.netstack import Channel, Geometry, Terms
@@ -80,11 +79,10 @@ def timed(home: Channel, creditor: Channel, there: int, back: int, repeats: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", default="8192,32768,131072", help="tokens that the creditor has, by comma")
     parser.add_argument("--gbps", default="10,25,100", help="gigabits a second of the link, by comma")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="append to perf/results/bench_loan_bytes.jsonl")
     args = parser.parse_args()
 
     def many(nbytes: int) -> int:

@@ -12,7 +12,6 @@ most 1.3 is promised). Prints JSON lines; --write appends them to perf/results/b
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -22,7 +21,7 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 
 from lamina import LLM, SamplingParams
 from lamina.protocol.step_plan import SurvivingKv
@@ -97,7 +96,7 @@ def prefill_s(llm: LLM, prompts: list[list[int]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of each (1000)")
@@ -105,7 +104,6 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3, help="of each kind (3)")
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--write", action="store_true", help="append to the results")
     args = parser.parse_args()
     rng = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True, logprobs=1)

@@ -9,11 +9,10 @@ appends JSON lines to perf/results/bench_partition.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import random
 from typing import Any
 
-from common import record
+from common import parser_of, record
 
 from lamina import LLM, SamplingParams
 from lamina.config.partition import PARTITIONS
@@ -33,12 +32,11 @@ def measure(partition: str, weights: list[float], prompts: list[list[int]], toke
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--memory-workers", default="2,3", help="numbers of equal memory workers, by comma")
     parser.add_argument("--weights", default="0.7,0.3", help="weights of a pool that is not equal")
     parser.add_argument("--prompts", type=int, default=24, help="prompts of 20 to 1800 tokens, decoded together")
     parser.add_argument("--tokens", type=int, default=32, help="tokens after each prompt")
-    parser.add_argument("--write", action="store_true", help="append to perf/results/bench_partition.jsonl")
     args = parser.parse_args()
     sizes = random.Random(0)
     prompts = [[sizes.randrange(5, 500) for _ in range(sizes.randint(20, 1800))] for _ in range(args.prompts)]

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from common import add_sampling, cpu_pressure, record, sampling_of, spread
+from common import add_sampling, cpu_pressure, parser_of, record, sampling_of, spread
 from reference_model import make
 from rotation_plan import rotation
 
@@ -43,7 +43,7 @@ PROMPT = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--n", default="1,2,3,4", help="numbers of batches (default: %(default)s)")
     parser.add_argument("--ratio", default="0.25,0.5,1,2,4", help="t_m / t_a (default: %(default)s)")
     parser.add_argument("--least-ms", type=float, default=60.0, help="the shorter of the two (default: %(default)s)")
@@ -54,7 +54,6 @@ def main() -> None:
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--slice-us", type=int, default=100, help="ask for this time slice (see wake_soon); 0 = do not")
     add_sampling(parser)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     if args.slice_us and not wake_soon(args.slice_us):
         args.slice_us = 0  # the record tells

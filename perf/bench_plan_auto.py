@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 from bench_pipeline import SHAPE, WARM_TOKENS, run, wake_soon
-from common import add_sampling, cpu_pressure, record, sampling_of
+from common import add_sampling, cpu_pressure, parser_of, record, sampling_of
 from reference_model import make
 
 from lamina import LLM
@@ -32,7 +32,7 @@ TOKEN_BYTES = 2 * SHAPE["num_key_value_heads"] * SHAPE["hidden_size"] // SHAPE["
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--ratio", default="0.25,0.5,1,2,4", help="t_m / t_a (default: %(default)s)")
     parser.add_argument("--most", type=int, default=4, help="batches (default: %(default)s)")
     parser.add_argument("--least-ms", type=float, default=40.0, help="the shorter of the two (default: %(default)s)")
@@ -41,7 +41,6 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--transport", default="shm")
     add_sampling(parser)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     wake_soon(100)
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 from bench_conductor import Comes, Served, serve
-from common import BrokenError, cpu_pressure, record
+from common import BrokenError, cpu_pressure, parser_of, record
 
 from lamina import LLM
 from lamina.engine.engine import Engine
@@ -32,7 +32,7 @@ WARM = (100, 900, 300, 1500, 600, 1200, 200, 1800)  # tokens of prompts by which
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("trace", help="Mooncake's JSON lines, or .gz")
     parser.add_argument("--rows", type=int, default=200, help="of the trace, that are short enough")
     parser.add_argument("--page", type=int, default=16, help="tokens that 512 of the trace become")
@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=8, help="tokens of each at most")
     parser.add_argument("--busy", type=float, default=0.5, help="of the prefill workers' time, that prompts ask for")
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     trace, answers = read_trace(args.trace), dict[str, list[tuple[int, ...]]]()
     law_s = 0.0  # of the mean prompt, as the first run has learned it: all policies get the same arrivals

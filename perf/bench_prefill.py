@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from common import add_sampling, cpu_pressure, record, sampling_of, spread
+from common import add_sampling, cpu_pressure, parser_of, record, sampling_of, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -36,7 +36,7 @@ SHAPE = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--prefill-workers", default="1,0", help="numbers to compare (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--slice-ms", type=float, default=5.0, help="of a slice in a decoding step")
@@ -50,7 +50,6 @@ def main() -> None:
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--runs", type=int, default=5)
     add_sampling(parser)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     os.environ[VARIABLE] = msgspec.json.encode(
         DeviceTimes(

@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from common import BrokenError, cpu_pressure, record, spread
+from common import BrokenError, cpu_pressure, parser_of, record, spread
 from peers.child import Child
 from peers.decode import ENVIRONMENT
 from peers.prefix import HOMES, PEERS
@@ -128,7 +128,7 @@ class PrefixPeer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="a directory; none: the reference model, made anew")
     parser.add_argument("--shared", type=int, default=900)
     parser.add_argument("--own", type=int, default=100)
@@ -141,7 +141,6 @@ def main() -> None:
     parser.add_argument("--tiers", action="store_true", help="storage tiers, too")
     parser.add_argument("--kv-memory", default="24MiB", help="with --tiers: of a pool that has storage")
     parser.add_argument("--steps", type=int, default=0, help="CPU seconds of a prompt and of so many steps after it")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model) if args.model else make(Path(folder), "bfloat16")

@@ -13,7 +13,6 @@ perf/results/bench_preloading.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -23,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import BrokenError, cpu_pressure, record
+from common import BrokenError, cpu_pressure, parser_of, record
 from reference_model import make
 
 from lamina import LLM, RequestOutput, SamplingParams
@@ -145,10 +144,9 @@ def figure_18(turns: TurnTimes, anew: TurnTimes) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--compute-s", type=float, default=4.0, help="of 100 new tokens")
     parser.add_argument("--rounds", type=int, default=3, help="of figure 19")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     row_s = args.compute_s / NEW / (LAYERS + 1)
     byte_s = args.compute_s * T_LOAD / T_COMPUTE / (HISTORY * TOKEN_BYTES)

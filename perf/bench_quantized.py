@@ -11,7 +11,6 @@ perf/results/bench_quantized.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 from torch import Tensor
 
 from lamina.ops.attention._attention import VARIANTS, Kernels
@@ -138,14 +137,13 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rows", default="1,8,32,512")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, by one thread")
     parser.add_argument("--rounds", type=int, default=15, help="a fifth of them for 256 rows and more")
     parser.add_argument("--note", default="", help="such as what else ran on the machine")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     threads, clock = (1, time.thread_time) if args.cpu_time else (args.threads, time.perf_counter)
     rows = [int(r) for r in args.rows.split(",")]

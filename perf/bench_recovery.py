@@ -25,7 +25,7 @@ from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple
 
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 
 from lamina import LLM, SamplingParams
 from lamina.request import CompletionOutput
@@ -43,7 +43,7 @@ class Parting(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--memory-workers", type=int, default=2)
     parser.add_argument("--prefill-workers", type=int, default=1)
@@ -64,7 +64,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     options = {
         "memory_workers": args.memory_workers,

@@ -12,7 +12,6 @@ perf/results/bench_recurrence.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 from torch import Tensor
 
 from lamina.kv.arena import huge_page_zeros
@@ -174,7 +173,7 @@ PEERS: dict[str, Callable[..., None]] = {"gated_delta": delta_peer, "mamba2": ma
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--sequences", default="1,8,32", help="of decoding")
     parser.add_argument("--prompt", type=int, default=512, help="rows of a chunk")
@@ -183,7 +182,6 @@ def main() -> None:
     parser.add_argument("--variant", default="", help="instructions; empty = the best")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--note", default="", help="such as what else ran on the machine")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     if args.cpu_time:
         args.threads = 1

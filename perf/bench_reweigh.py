@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from bench_elastic import KV_BYTES, SHAPE
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -81,7 +81,7 @@ class Watched:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=384, help="of KV that runs (384)")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--duty", type=float, default=0.5, help="part of the time in which it runs (0.5)")
@@ -89,7 +89,6 @@ def main() -> None:
     parser.add_argument("--measure-s", type=float, default=20.0, help="of each of the four times (20)")
     parser.add_argument("--kv-memory", default="512MiB", help="of each memory worker")
     parser.add_argument("--partition", default="head")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make(Path(folder), "bfloat16", SHAPE, max_len=8192)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 from torch import Tensor
 
 from lamina.ops.sampling import Backend, SampleSpec
@@ -41,7 +41,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
@@ -50,7 +50,6 @@ def main() -> None:
     parser.add_argument("--variant", default="", help="instruction set of native; empty = the best")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--without-torch", action="store_true", help="leave out lamina's arithmetic in torch")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)

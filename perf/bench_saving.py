@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import BrokenError, cpu_pressure, record, spread
+from common import BrokenError, cpu_pressure, parser_of, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -90,14 +90,13 @@ class SavingDecoder:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="a directory; none: the reference model, made anew")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--saved", type=int, default=1024, help="tokens of what is saved")
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--pairs", type=int, default=12, help="of turns")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model) if args.model else make(Path(folder) / "model", "bfloat16")

@@ -27,7 +27,7 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 
 from lamina.tools.bench.bench_report import percentile
 from lamina.tools.bench.openai_client import COMPLETIONS, Answer, body_of, events, open_client, send_request
@@ -262,7 +262,7 @@ async def measure(server: Server, load: ServerLoad, args: argparse.Namespace) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of overload")
     parser.add_argument("--rounds", type=int, default=12, help="of both in turns, half a minute each")
     parser.add_argument("--requests", type=int, default=10_000, help="of the mixture")
@@ -272,7 +272,6 @@ def main() -> int:
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     server = Server(
         "--dtype", args.dtype, "--max-num-seqs", str(args.running), "--max-num-queued-reqs",

@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 from reference_model import SHAPE, make
 
 HERE = Path(__file__).resolve().parents[1]
@@ -162,7 +162,7 @@ def _row(driver: str, clients: int, name: str, figures: dict[str, float]) -> str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", type=Path, help="the folder of peers/install.sh; unset = Lamina alone")
     parser.add_argument("--also", action="append", default=[], metavar="NAME=FLAGS", help="another server of Lamina's")
     parser.add_argument("--lamina-flags", default="", help="of serve")
@@ -176,7 +176,6 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=75)
     parser.add_argument("--range-ratio", type=float, default=0.3, help="+- share of both lengths")
     parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     titles = " ".join(f"{f.removesuffix('_ms'):>9}"[-9:] for f in TIMES)
     print(f"driver  clients server       req/s {titles}   (ms)")

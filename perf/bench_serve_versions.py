@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import cpu_pressure, cpu_seconds, line_of, record, spread
+from common import cpu_pressure, cpu_seconds, line_of, parser_of, record, spread
 
 HERE = Path(__file__).resolve().parents[1]
 LAUNCH = [sys.executable, "-m", "lamina.cli.launch"]
@@ -88,7 +88,7 @@ def _commit(checkout: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="root of another checkout, its modules built")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--clients", type=int, default=64, help="requests under way")
@@ -96,7 +96,6 @@ def main() -> int:
     parser.add_argument("--input-len", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--output-len", type=int, default=32, help="tokens of a reply")
     parser.add_argument("--least", type=float, default=0.98, help="of the throughput's ratio")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     parser.add_argument("flags", nargs="*", default=["--dtype=float32", "--max-num-seqs=64"], help="of serve, after --")
     args = parser.parse_args()
     settings = {name: value for name, value in vars(args).items() if name != "before"}

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import BrokenError, cpu_pressure, record, spread
+from common import BrokenError, cpu_pressure, parser_of, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -76,7 +76,7 @@ class ReplayedChat:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="a directory; none: the reference model, made anew")
     parser.add_argument("--conversations", type=int, default=3)
     parser.add_argument("--turns", type=int, default=5)
@@ -85,7 +85,6 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=8)
     parser.add_argument("--kv-memory", default="18MiB", help="of a pool that has storage")
     parser.add_argument("--host-memory", default="20MiB", help="before the directory")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model) if args.model else make(Path(folder) / "model", "bfloat16")

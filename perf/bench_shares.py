@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 
 from lamina.tools.bench.bench_report import percentile
 from lamina.tools.bench.openai_client import COMPLETIONS, body_of, open_client, send_request
@@ -199,7 +199,7 @@ def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="idle and attacked turns")
     parser.add_argument("--turn-s", type=float, default=40.0, help="above the 30 s after which a stream is cut off")
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second of the other key")
@@ -211,7 +211,6 @@ def main() -> int:
     parser.add_argument("--settle-s", type=float, default=1.0)
     parser.add_argument("--limit", type=float, default=3.0, help="the largest multiple of the idle server's p95")
     parser.add_argument("--attack", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args, flags = parser.parse_known_args()
     if args.attack:
         asyncio.run(_attack(args.attack, args.streams, args.repeaters, args.most_chars))

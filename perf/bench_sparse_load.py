@@ -12,7 +12,6 @@ or are preempted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -23,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -63,7 +62,7 @@ def serve(engine: Engine, clients: int, rounds: int, prompt: int, answer: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--prompt", type=int, default=4000, help="tokens")
     parser.add_argument("--answer", type=int, default=500, help="tokens")
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 10, 14, 20, 26])
@@ -73,7 +72,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="one of which keeps all")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--forms", nargs="+", default=["none", "evict"], choices=["none", "evict"])
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     length, own = args.prompt + args.answer, 2 * 2 * SHAPE["head_dim"] * args.layers  # bytes of a token here
     os.environ[VARIABLE] = msgspec.json.encode(

@@ -10,7 +10,6 @@ Prints a JSON line; --write appends it to perf/results/bench_sparse_steps.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 from bench_decode import DecodeLamina
 from bench_spill import TURN_STEPS, alternate
-from common import record
+from common import parser_of, record
 from reference_model import make
 
 SHAPE = {"head_dim": 128, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1024}
@@ -96,7 +95,7 @@ def counted(player: DecodeLamina) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--batch", type=int, default=4, help="sequences")
     parser.add_argument("--length", type=int, default=8192, help="tokens of each prompt")
     parser.add_argument("--budget", type=int, default=819, help="--kv-budget")
@@ -107,7 +106,6 @@ def main() -> None:
     parser.add_argument(
         "--forms", nargs="+", default=list(FORMS), choices=FORMS, help="the first is the reference of the others"
     )
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     settings = {name: value for name, value in vars(args).items() if name != "write"}
     options = {"kv_budget": args.budget, "kv_full_layers": args.full_layers}

@@ -19,7 +19,6 @@ Prints JSON lines; --write appends them to perf/results/bench_spill.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 from bench_decode import DecodeLamina
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -177,14 +176,13 @@ def told(llm: LLM, seconds: list[float], tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("loans", "replay"))
     parser.add_argument("--length", type=int, default=8192, help="loans: tokens of the sequence")
     parser.add_argument("--turns", type=int, default=12, help="of each engine; replay: rounds")
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--slow", type=float, default=0.0, help="loans: emulate devices, so many times as slow (none)")
     parser.add_argument("--share", type=float, default=0.1, help="replay: of long prompts")
-    parser.add_argument("--write", action="store_true", help="append to perf/results/bench_spill.jsonl")
     args = parser.parse_args()
     settings = {k: v for k, v in vars(args).items() if k != "write"}
     if args.what == "loans":

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from common import cpu_pressure, record, spread
+from common import cpu_pressure, parser_of, record, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -39,14 +39,13 @@ ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--stages", default="1,2,4", help="numbers to compare (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--row-us", type=float, default=400.0, help="of each row of a prompt in a slice")
     parser.add_argument("--prompts", default="64,128,512,1024", help="tokens of prompts")
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     stages, lengths = ([int(x) for x in text.split(",")] for text in (args.stages, args.prompts))
     os.environ[VARIABLE] = msgspec.json.encode(DeviceTimes(prefill_row_s=args.row_us / 1e6)).decode()

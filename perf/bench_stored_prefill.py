@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import BrokenError, cpu_pressure, record, spread
+from common import BrokenError, cpu_pressure, parser_of, record, spread
 from reference_model import SHAPE, make
 
 from lamina import LLM, SamplingParams
@@ -137,7 +137,7 @@ def measure(path: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--beginning", type=int, default=2048, help="tokens that lie on disk")
     parser.add_argument("--new", type=int, default=320, help="tokens that are computed, more than a chunk")
     parser.add_argument("--chunk", type=int, default=256)
@@ -145,7 +145,6 @@ def main() -> None:
     parser.add_argument("--memory-workers", type=int, default=1)
     parser.add_argument("--kv-memory", default="256MiB")
     parser.add_argument("--transport", default="shm")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", "bfloat16")

@@ -14,7 +14,6 @@ between statement and question. Prints one JSON line; --write appends it to perf
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import record
+from common import parser_of, record
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -102,14 +101,13 @@ def _split(filler: Tensor, prompt: RecallPrompt, before: int, history: int) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=EXAMPLES / "tiny_lm" / "model")
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--new", type=int, default=256, help="tokens that are scored")
     parser.add_argument("--ratio", type=float, default=0.5)
     parser.add_argument("--keep", type=int, default=128)
     parser.add_argument("--questions", type=int, default=200)
-    parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = torch.tensor(tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False))

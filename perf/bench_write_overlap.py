@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_preloading import LAYERS, SHAPE, TOKEN_BYTES, tokens
-from common import BrokenError, cpu_pressure, record
+from common import BrokenError, cpu_pressure, parser_of, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -85,11 +85,10 @@ class SavingJobs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--compute-s", type=float, default=4.0, help="of 1,000 tokens of a prompt")
     parser.add_argument("--jobs", type=int, default=4, help="of a turn")
     parser.add_argument("--rounds", type=int, default=2, help="in which each length and way has a turn")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     slices = LAYERS + 1
     step_s = STEP_PART * args.compute_s

@@ -42,6 +42,13 @@ def line_of(process: subprocess.Popen[str], timeout_s: float) -> str:
 RESULTS = Path(__file__).parent / "results"
 
 
+def parser_of(docstring: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a script with this docstring. Its flag --write is the one that ``record`` takes."""
+    parser = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    return parser
+
+
 def peak_products(folder: Path, *, bf16: bool) -> Callable[[float], float]:
     """Compile peak_products.cpp in ``folder``, unless it is there. Returns a function of seconds: for so long it does
     products on the thread that calls, and it returns floating point operations a second.

@@ -7,7 +7,6 @@ Prints what the drill says as JSON; --write appends it to perf/results/drill.jso
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import signal
@@ -15,7 +14,7 @@ import sys
 import time
 from contextlib import redirect_stdout
 
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 
 from lamina.tools.drill import FAULTS, add_arguments, parse_arguments
 from lamina.tools.drill.drill_report import report
@@ -24,11 +23,10 @@ from lamina.tools.drill.target import Target
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     add_arguments(parser)
     parser.set_defaults(count=10_000, json=True)
     parser.add_argument("--minutes", type=float, default=5.0, help="after which no hit begins (5)")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends, too
     try:

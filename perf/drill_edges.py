@@ -10,12 +10,11 @@ alone. Prints a JSON line; --write appends it to perf/results/drill_edges.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import random
 from typing import Any
 
 import torch
-from common import record
+from common import parser_of, record
 from torch import Tensor
 
 from lamina.ops.sampling.sampler import Sampler
@@ -75,14 +74,13 @@ def judge(row: Tensor, temperature: float, seed: int, tokens: tuple[int, int], e
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--streams", type=int, default=16, help="texts (16)")
     parser.add_argument("--tokens", type=int, default=64, help="of each (64)")
     parser.add_argument("--turns", type=int, default=500, help="of all rows (500)")
     parser.add_argument("--noise", type=float, default=2e-6, help="of logits, a standard deviation (2e-6)")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--write", action="store_true", help="append to the results")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows, rng = logits_of(args.model, args.streams, args.tokens), torch.Generator().manual_seed(0)

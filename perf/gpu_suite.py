@@ -10,7 +10,6 @@ others run: exit status 1. Without a GPU it compiles what it can, and names the 
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import BrokenError, record, version
+from common import BrokenError, parser_of, record, version
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # which has the software NIC
@@ -43,8 +42,7 @@ Result = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every part ran and kept its promises, or if there is no GPU; else 1."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="append to perf/results/gpu_suite.jsonl")
+    parser = parser_of(__doc__)
     parser.add_argument("--replays", type=int, default=1000, help="of one graph (default 1000)")
     args = parser.parse_args(argv)
     if lacks := missing():

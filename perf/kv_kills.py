@@ -9,7 +9,6 @@ and no damage. Prints counts; --write appends a line to perf/results/kv_kills.js
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -23,7 +22,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import BrokenError, record
+from common import BrokenError, parser_of, record
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -106,12 +105,11 @@ def check_directory(path: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="(20)")
     parser.add_argument("--spread", type=float, default=4.0, help="milliseconds after a transfer's begin (4)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds, after which no worker is killed")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     draw = random.Random(args.seed)
     asked = prompts(draw)

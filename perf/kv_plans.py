@@ -8,7 +8,6 @@ happened; --write appends a line to perf/results/kv_plans.jsonl. Ends with an er
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
-from common import BrokenError, record
+from common import BrokenError, parser_of, record
 
 sys.path += [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("", "scheduler/sparsity")]
 from test_plans_without_tokens import play  # type: ignore[import-not-found]
@@ -38,12 +37,11 @@ def share(first: int, seeds: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--first", type=int, default=0, help="seed (0)")
     parser.add_argument("--seeds", type=int, default=10_000, help=f"in shares of {SHARE} (10000)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (a core each)")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds, after which no share begins")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     counts, began = Counter[str](), time.monotonic()
     firsts, tried = list(range(args.first, args.first + args.seeds, SHARE)), 0

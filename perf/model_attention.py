@@ -11,14 +11,13 @@ plain read gets. A share is that of a plain read; gpu_suite.py will measure both
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from common import record
+from common import parser_of, record
 from gpu.sass import attend, of_tile
 
 from lamina.ops.attention.cuda_geometry import CHUNK_TOKENS, TILE_TOKENS, GpuLimits, Variant, choose
@@ -151,8 +150,7 @@ def model(variant: Variant, gpu: Gpu) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="append to results/model_attention.jsonl")
+    parser = parser_of(__doc__)
     args = parser.parse_args()
     variants = {"bf16": choose("BFloat16", 128, 128, GROUP), "fp8": choose("BFloat16", 128, 128, GROUP, "Fp8")}
     try:

@@ -13,10 +13,9 @@ length; --write appends them to perf/results/model_growth.jsonl.
 
 from __future__ import annotations
 
-import argparse
 from itertools import product
 
-from common import record
+from common import parser_of, record
 
 from lamina.facts.hardware import DEVICES
 from lamina.tools.plan.cost_model import CostModel
@@ -71,12 +70,11 @@ class Growth:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", default="5000,10000,20000,30000", help="that sequences grow to, by comma")
     parser.add_argument("--batches", default="1,16", help="sequences that grow so at once, by comma")
     parser.add_argument("--near", default="400Gbps")
     parser.add_argument("--far", default="25Gbps,100Gbps,400Gbps", help="links of creditors, by comma")
-    parser.add_argument("--write", action="store_true", help="append to perf/results/model_growth.jsonl")
     args = parser.parse_args()
     for far in args.far.split(","):
         for batch, tokens in product(map(int, args.batches.split(",")), map(int, args.tokens.split(","))):

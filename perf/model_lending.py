@@ -11,14 +11,13 @@ all lend, and where no debtor lends. --write appends a line for each to perf/res
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import record
+from common import parser_of, record
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from simulation.lending.instance import SimInstance
@@ -91,11 +90,10 @@ class LendingTraffic(LendingWorld):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--arrivals", type=int, default=10_000, help="requests (10000)")
     parser.add_argument("--instances", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="append to the results")
     args = parser.parse_args()
     of = LendingScenario(args.seed, args.instances, cap=40, debtor_cap=40, drift=0.0, delay_s=0.005, beat_s=0.5)
     for slower in (1.0, 3.0):

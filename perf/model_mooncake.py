@@ -23,7 +23,7 @@ from functools import cache, partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from common import BrokenError, record
+from common import BrokenError, parser_of, record
 
 from lamina.facts.hardware import DEVICES
 from lamina.request import SamplingParams
@@ -116,14 +116,13 @@ class HostLaws(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="a100", help="of a host, by its name in a plan")
     parser.add_argument("--requests", type=int, default=24, help="for each host")
     parser.add_argument("--only", default="", help="shapes with this in their name")
     parser.add_argument("--ttft", type=float, default=10.0, help="times of the first token of a request alone")
     parser.add_argument("--tbt", type=float, default=5.0, help="times of a step of a request alone")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     host = HostLaws.of(args.device)
     for shape in [shape for shape in SHAPES if args.only in shape.name]:

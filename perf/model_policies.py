@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any
 
 from baseline_policies import BASELINE_POLICIES
-from common import BrokenError, cpu_pressure, record
+from common import BrokenError, cpu_pressure, parser_of, record
 
 from lamina.cli import launch
 from lamina.scheduler.conductor.routing import POLICIES
@@ -35,7 +35,7 @@ SEEDS = 10
 
 def main() -> None:
     POLICIES.update(BASELINE_POLICIES)
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("trace", help="Mooncake's JSON lines, or .gz")
     parser.add_argument("--rows", type=int, default=4000, help="its first N requests")
     parser.add_argument("--speed", type=float, default=1.0, help="requests come X times as fast")
@@ -44,7 +44,6 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES), help="some by comma")
     parser.add_argument("--overload", default="predictive", help="some by comma")
     parser.add_argument("--also", default="", help="more flags of `lamina-launch plan simulate`")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     settings = {**vars(args), "trace": Path(args.trace).name}
     for policy, overload in product(args.policies.split(","), args.overload.split(",")):

@@ -15,7 +15,7 @@ import random
 from statistics import median
 from typing import Any
 
-from common import record
+from common import parser_of, record
 
 from lamina.scheduler.conductor import Conductor, ConductorConfig, PromptInfo
 from lamina.scheduler.conductor.latency_model import PrefillLatency, PrefillLatencyEstimator, TransferLatency
@@ -29,12 +29,11 @@ PREFILL, STEP = PrefillLatency(0.0, 11.0 / TOKENS, 0.0), StepLatency(0.01, 0.001
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
     parser.add_argument("--slo-tbt", type=float, default=0.05, help="seconds of a step")
     parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     for overload in ("early", "predictive"):
         figures = play(overload, args)

@@ -13,14 +13,13 @@ appends JSON lines to perf/results/model_spill.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from common import record
+from common import parser_of, record
 
 from lamina.config.engine_config import CHUNK_TOKENS
 from lamina.config.flat_options import make_config
@@ -139,13 +138,12 @@ def serve(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shares", default="0.01,0.1,0.3", help="of long requests, by comma")
     parser.add_argument("--requests", type=int, default=600, help="in each mix")
     parser.add_argument("--tokens", type=int, default=65536, help="that each of four memory workers holds")
     parser.add_argument("--links", default="400Gbps", help="between the pools, as for lamina-launch plan")
     parser.add_argument("--seeds", type=int, default=2, help="mixes of each share; their medians are shown")
-    parser.add_argument("--write", action="store_true", help="append to perf/results/model_spill.jsonl")
     args = parser.parse_args()
     where = Deployment(DEVICES["h100"], 2, DEVICES["h20"], WORKERS)
     for rate in args.links.split(","):

@@ -10,7 +10,6 @@ that have failed. Ends with status 1 where one has.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import sys
@@ -21,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import record
+from common import parser_of, record
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from simulation.play import ScenarioError
@@ -88,14 +87,13 @@ def _begin() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=1_000, help=f"in shares of {SHARE} (1000)")
     parser.add_argument("--first", type=int, default=0, help="seed (0)")
     of = parser.add_mutually_exclusive_group()
     of.add_argument("--engine", action="store_true", help="the engine alone")
     of.add_argument("--crossed", action="store_true", help="faults that meet others")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
-    parser.add_argument("--write", action="store_true", help="append to the results")
     args = parser.parse_args()
     counts, failed, began = Counter[str](), list[int](), time.monotonic()
     kind = "engine" if args.engine else "crossed" if args.crossed else "fleet"

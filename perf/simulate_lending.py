@@ -7,14 +7,13 @@ network delays, loses and doubles messages, and instances and the ledger crash. 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from common import record
+from common import parser_of, record
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from simulation.lending.contest import check_contest, contest
@@ -40,7 +39,7 @@ def contested(first: int, instances: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=10_000, help=f"in shares of {SHARE} (10000)")
     parser.add_argument("--first", type=int, default=0, help="seed, so that many can be tried in pieces (0)")
     parser.add_argument("--instances", type=int, default=0, help="of each world; 0 = 2 to 8, by the seed")
@@ -48,7 +47,6 @@ def main() -> None:
         "--contest", action="store_true", help="all need more than they have: each is served in the end"
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
-    parser.add_argument("--write", action="store_true", help="append to the results")
     args = parser.parse_args()
     counts: Counter[str] = Counter()
     began = time.monotonic()

@@ -14,13 +14,12 @@ Prints a table; --write appends a line for each run to perf/results/simulate_ses
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from common import record
+from common import parser_of, record
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from simulation.conversations import AHEAD, FIFO, LRU, Conversations, ConversationWorld
@@ -64,13 +63,12 @@ def paper_hit(name: str, disk: int, served: float, policy: str) -> float | None:
 
 def main() -> None:
     """Run all cases under each policy."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--part", type=float, default=1.0, help="of everything (1)")
     parser.add_argument("--only", default="", help="models whose names have this")
     parser.add_argument(
         "--served", type=float, nargs="*", default=[], help="turns in a second, of those that there are"
     )
-    parser.add_argument("--write", action="store_true", help="append each run to perf/results")
     args = parser.parse_args()
     print(f"{'':11}{'disk':>6}{'served/s':>9}{'line':>7}{'':6}{'hit':>6}{'paper':>7}{'in memory':>11}{'line long':>11}")
     for name, disk, served in cases(args.only, args.served):

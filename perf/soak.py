@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import cpu_pressure, record
+from common import cpu_pressure, parser_of, record
 
 from lamina.tools.drill import FLAGS
 from lamina.tools.drill.client_streams import StreamRecord, bodies_of, read_all
@@ -53,7 +53,7 @@ class SoakRound(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--kill-every-s", type=float, default=600.0, help="0 = no worker is killed")
@@ -63,7 +63,6 @@ def main() -> None:
     parser.add_argument("--rest-s", type=float, default=0.5, help="between two rounds: the load is not the highest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flags", default=" ".join(FLAGS), help="of `lamina-launch serve`")
-    parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends, too
     target = Target(args.model, [*shlex.split(args.flags), "--max-recoveries", "1000000"])

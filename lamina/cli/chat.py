@@ -24,7 +24,7 @@ from lamina.request import SamplingParams
 
 from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
-from .operate.operator_client import check_key, check_url, open_url, send_request
+from .operate.operator_client import check_key, check_url, error_words, open_url, send_request
 
 COMMANDS = "/new begins anew, /system TEXT sets the system prompt, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 ASK_S = 10.0  # for the names of a server's model
@@ -122,7 +122,8 @@ class _Server:
             raise OSError("the connection ended before the answer did")
         except urllib.error.HTTPError as error:
             with error:
-                raise ValueError(_reason(error.read(), error.code)) from None
+                text = error_words(error.read()) or f"the server answers with status {error.code}"
+                raise ValueError(text) from None
         except (urllib.error.URLError, HTTPException) as error:
             raise OSError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
 
@@ -170,12 +171,6 @@ def _text(data: bytes) -> str:
 def _plain(text: str) -> str:
     """Return a text without the characters that would control the terminal."""
     return text.translate(_CONTROLS)
-
-
-def _reason(body: bytes, status: int) -> str:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(body)["error"]["message"])
-    return f"the server answers with status {status}"
 
 
 class _Engine:

@@ -102,7 +102,7 @@ def send_request(
             return _answer(url, response.read(), has)
     except urllib.error.HTTPError as error:
         with error:
-            status, text = error.code, _words(error.read())
+            status, text = error.code, error_words(error.read())
     except TimeoutError:
         raise OSError(f"{url} has not answered for {limit_s:g} s") from None
     except (urllib.error.URLError, HTTPException, ConnectionError) as error:
@@ -126,7 +126,8 @@ def _answer(url: str, text: bytes, has: Sequence[str]) -> dict[str, Any]:
     raise OSError(f"{url} has answered something else: is it the address of a server of Lamina?")
 
 
-def _words(text: bytes) -> str:
+def error_words(text: bytes) -> str:
+    """Return the message of a server's error; "" if it has none."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
