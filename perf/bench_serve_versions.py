@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import cpu_pressure, cpu_seconds, line_of, parser_of, record, spread
+from common import commit_of, cpu_pressure, cpu_seconds, line_of, parser_of, record, spread
 
 HERE = Path(__file__).resolve().parents[1]
 LAUNCH = [sys.executable, "-m", "lamina.cli.launch"]
@@ -74,17 +74,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             pressure.append(cpu_pressure())
     pairs = list(zip(turns["before"], turns["after"], strict=True))
     return {
-        "before_commit": _commit(args.before),
+        "before_commit": commit_of(args.before),
         "ratio": {name: spread([after[name] / before[name] for before, after in pairs]) for name in FIGURES},
         **{name: {figure: spread([turn[figure] for turn in turns[name]]) for figure in FIGURES} for name in turns},
         "not_served": {name: sum(turn["refused"] + turn["failed"] for turn in turns[name]) for name in turns},
         "cpu_pressure_avg10": pressure,
     }
-
-
-def _commit(checkout: Path) -> str:
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import add_sampling, cpu_pressure, parser_of, record, sampling_of, spread
+from common import add_sampling, commit_of, cpu_pressure, parser_of, record, sampling_of, spread
 from peers.child import Child, Fields, serve
 
 HERE = Path(__file__).resolve().parents[1]
@@ -90,7 +89,7 @@ def measure(args: argparse.Namespace, settings: Path) -> dict[str, Any]:
             pressure.append(cpu_pressure())
         medians = {name: spread(t)["median"] for name, t in times.items()}
         return {
-            "before_commit": _commit(args.before),
+            "before_commit": commit_of(args.before),
             "gemm_variants": {name: player.facts["gemm"] for name, player in players.items()},
             "step_s": {name: spread(t) for name, t in times.items()},
             "tokens_per_s": {name: args.batch / m for name, m in medians.items()},
@@ -109,11 +108,6 @@ def _modules(pids: Iterable[int]) -> set[str]:
     """Native modules of Lamina that these processes, its workers, have mapped."""
     maps = [line.split(maxsplit=5) for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return {fields[5] for fields in maps if len(fields) == 6 and Path(fields[5]).name.split(".")[0] in NATIVE}
-
-
-def _commit(checkout: Path) -> str:
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _begin(file: str) -> Callable[[Fields], Fields]:

@@ -98,6 +98,12 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD").stdout.strip() + "-dirty" * differs or "unknown"
 
 
+def commit_of(checkout: Path) -> str:
+    """Return the commit of another checkout; "-dirty" when its tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def cpu_seconds(process: int) -> float:
     """Return the CPU seconds of a process, of its children that have ended, and of its descendants that run."""
     folder = Path(f"/proc/{process}")
