@@ -13,7 +13,6 @@ import argparse
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from bench_decode import REST_S, DecodeLamina, Generate
 from common import GREEDY, cpu_pressure, parser_of, record, spread
 from peers.decode import PEERS, DecodePeer
-from reference_model import make
+from reference_model import made
 
 TURN_STEPS = 8
 SUBJECT = "lamina"
@@ -76,8 +75,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(len(cores))
     settings = {k: v for k, v in vars(args).items() if k not in ("peer_folder", "write")} | {"threads": len(cores)}
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", args.dtype, {})
+    with made(args.dtype, {}) as path:
         print(record("bench_busy", settings, _measure(path, args, cores), write=args.write))
 
 

@@ -15,17 +15,15 @@ import argparse
 import math
 import os
 import random
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
 from bench_prefill import SHAPE
 from common import cpu_pressure, parser_of, record
-from reference_model import make
+from reference_model import made
 
 from lamina import LLM, SamplingParams
 from lamina.engine.engine import Engine
@@ -79,13 +77,11 @@ def main() -> None:
     os.environ[VARIABLE] = msgspec.json.encode(
         DeviceTimes(slice_s=(0.002,), prefill_row_s=args.row_us / 1e6, attention_s=0.002)
     ).decode()
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", "bfloat16", {**SMALL, "num_hidden_layers": args.layers}, max_len=4096)
-        with LLM(
-            str(path), attention="emulate", prefill_workers=args.prefill_workers, prefill_chunk=args.chunk,
-            max_num_seqs=64, compute_threads=1, memory_workers=1, enable_prefix_caching=args.keep,
-        ) as llm:  # fmt: skip
-            figures = measure(llm.engine, args)
+    with made("bfloat16", {**SMALL, "num_hidden_layers": args.layers}, max_len=4096) as path, LLM(
+        str(path), attention="emulate", prefill_workers=args.prefill_workers, prefill_chunk=args.chunk,
+        max_num_seqs=64, compute_threads=1, memory_workers=1, enable_prefix_caching=args.keep,
+    ) as llm:  # fmt: skip
+        figures = measure(llm.engine, args)
     print(record("bench_conductor", vars(args), figures, write=args.write))
     for name in ("served", "simulated"):
         mean, middle, refused = (figures[f"{name}_{what}"] for what in ("mean_s", "p50_s", "refused"))

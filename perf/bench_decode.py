@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from common import GREEDY, add_sampling, cpu_pressure, parser_of, record, sampling_of, spread
 from peers.decode import PEERS, DecodePeer
-from reference_model import make
+from reference_model import made
 
 from lamina import LLM, SamplingParams
 from lamina.request import RequestOutput
@@ -176,8 +175,7 @@ def main() -> None:
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
     settings = {k: v for k, v in vars(args).items() if k not in ("peer_folder", "write")}
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", args.dtype, {"num_hidden_layers": args.layers})
+    with made(args.dtype, {"num_hidden_layers": args.layers}) as path:
         print(record("bench_decode", settings, measure(path, args, sampling), write=args.write))
 
 

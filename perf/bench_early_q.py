@@ -21,7 +21,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 from common import cpu_pressure, parser_of, record
 from paper_figures import batch_load, costs_of, table5_pair
-from reference_model import make
+from reference_model import made
 
 from lamina import LLM, SamplingParams
 from lamina.tools.plan.message_sizes import message_bytes_of
@@ -114,8 +113,7 @@ def main() -> None:
         kv_heads, width, paper = MODELS[name]
         shape = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
                  "num_key_value_heads": kv_heads, "intermediate_size": width, "vocab_size": 512}  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            path = make(Path(folder) / "model", "bfloat16", shape, 512)
+        with made("bfloat16", shape, 512) as path:
             share, _ = shares_of(path)
             for batch in args.batch:
                 times = times_of(name, batch, args.slower)._replace(q_share=share)

@@ -16,7 +16,6 @@ import ctypes
 import os
 import platform
 import struct
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -24,7 +23,7 @@ from typing import Any
 
 import msgspec
 from common import add_sampling, cpu_pressure, parser_of, record, sampling_of, spread
-from reference_model import make
+from reference_model import made
 from rotation_plan import rotation
 
 from lamina import LLM, SamplingParams
@@ -58,8 +57,7 @@ def main() -> None:
     if args.slice_us and not wake_soon(args.slice_us):
         args.slice_us = 0  # the record tells
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", "float32", {**SHAPE, "num_hidden_layers": args.layers}, max_len=256)
+    with made("float32", {**SHAPE, "num_hidden_layers": args.layers}, max_len=256) as path:
         for n in map(int, args.n.split(",")):
             for ratio in map(float, args.ratio.split(",")):
                 figures = measure(path, n, ratio, args)

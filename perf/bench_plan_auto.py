@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 from bench_pipeline import SHAPE, WARM_TOKENS, run, wake_soon
 from common import add_sampling, cpu_pressure, parser_of, record, sampling_of
-from reference_model import make
+from reference_model import made
 
 from lamina import LLM
 from lamina.engine.tuning.tuner import Tuner
@@ -43,8 +42,7 @@ def main() -> None:
     add_sampling(parser)
     args = parser.parse_args()
     wake_soon(100)
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", "float32", {**SHAPE, "num_hidden_layers": args.layers}, max_len=256)
+    with made("float32", {**SHAPE, "num_hidden_layers": args.layers}, max_len=256) as path:
         for ratio in map(float, args.ratio.split(",")):
             measured = measure(path, ratio, args)
             print(record("bench_plan_auto", {**vars(args), "ratio": ratio}, measured, write=args.write), flush=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from typing import Any
 
 import msgspec
 from common import add_sampling, cpu_pressure, parser_of, record, sampling_of, spread
-from reference_model import make
+from reference_model import made
 
 from lamina import LLM, SamplingParams
 from lamina.engine.engine import Engine
@@ -60,8 +59,7 @@ def main() -> None:
         )
     ).decode()
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", "bfloat16", {**SHAPE, "num_hidden_layers": args.layers}, max_len=8192)
+    with made("bfloat16", {**SHAPE, "num_hidden_layers": args.layers}, max_len=8192) as path:
         for workers in map(int, args.prefill_workers.split(",")):
             figures = measure(path, workers, args)
             rows.append((workers, figures))

@@ -15,15 +15,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
 from common import cpu_pressure, parser_of, record
-from reference_model import make
+from reference_model import made
 
 from lamina import LLM, SamplingParams
 from lamina.engine.engine import Engine
@@ -88,8 +86,7 @@ def main() -> None:
     }  # fmt: skip
     sparse = {"evict": {"kv_sparsity": "evict", "kv_budget": args.budget}}
     settings = {name: value for name, value in vars(args).items() if name != "write"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", "bfloat16", {**SHAPE, "num_hidden_layers": args.layers}, max_len=2 * length)
+    with made("bfloat16", {**SHAPE, "num_hidden_layers": args.layers}, max_len=2 * length) as path:
         best = dict[str, dict[str, Any]]()
         for form in args.forms:
             with LLM(str(path), **options, **sparse.get(form, {})) as llm:

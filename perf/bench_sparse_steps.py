@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from bench_decode import DecodeLamina
 from bench_spill import TURN_STEPS, alternate
 from common import parser_of, record
-from reference_model import make
+from reference_model import made
 
 SHAPE = {"head_dim": 128, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1024}
 FORMS = "none", "evict", "select"
@@ -39,8 +37,7 @@ def steps_of(
     token = 2 * 2 * heads * shape["head_dim"]  # bytes in one layer
     room = 3 * batch * (length + 2 * tokens) * token * layers // 2
     sparse = {name: {"kv_sparsity": name, **options} for name in forms if name != "none"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", "bfloat16", shape, 2 * length)
+    with made("bfloat16", shape, 2 * length) as path:
         players = dict[str, DecodeLamina]()
         try:
             for name in forms:

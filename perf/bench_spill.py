@@ -23,7 +23,6 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 from bench_decode import DecodeLamina
 from common import cpu_pressure, parser_of, record, spread
-from reference_model import make
+from reference_model import made
 
 from lamina import LLM, SamplingParams
 from lamina.utils.emulated_device import VARIABLE
@@ -65,8 +64,7 @@ def loans(length: int, turns: int, transport: str, slow: float) -> dict[str, Any
         "attention": "emulate" if slow else "auto",
         "prefill_workers": int(bool(slow)),  # else prompts, too, cross the slow links again and again
     }
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", "bfloat16", SHAPE, 2 * length)
+    with made("bfloat16", SHAPE, 2 * length) as path:
         whole = length + tokens + 4096
         sizes = {"home": whole, "half": (length + tokens) // 2 + length // 32}
         players = {

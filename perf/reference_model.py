@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +31,10 @@ def make(folder: Path, dtype: str, shape: dict[str, int] | None = None, max_len:
     model = LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def made(dtype: str, shape: dict[str, int] | None = None, max_len: int = 16384) -> Iterator[Path]:
+    """Yield the directory of a model as ``make`` writes it, which is removed at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield make(Path(folder) / "model", dtype, shape, max_len)

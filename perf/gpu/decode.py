@@ -10,7 +10,6 @@ transformers with its offloaded one.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference_model import make
+from reference_model import made
 
 from lamina import LLM, SamplingParams
 
@@ -99,8 +98,7 @@ def speed(settings: GpuSettings) -> Result:
     is named with its error, and one that there was no time for as such.
     """
     begun, figures = time.perf_counter(), Result()
-    with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / "model", settings.dtype, dict(settings.shape))
+    with made(settings.dtype, dict(settings.shape)) as path:
         for batch, length in settings.batches + settings.beyond:
             generator = torch.Generator().manual_seed(batch)
             vocabulary = dict(settings.shape)["vocab_size"]
