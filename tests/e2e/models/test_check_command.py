@@ -50,7 +50,7 @@ FamilyPath = Callable[[Family], Path]
 
 def _uncut(model: str) -> set[tuple[str, str]]:
     note = f"--tensor-parallel-size: {model} has no plan in transformers for how its layers are cut: leave it at 1"
-    return {("tensor parallel", note), ("lost rank", note)}
+    return {(axis, note) for axis in ("tensor parallel", "lost rank", "quantization")}
 
 
 # The runs of a family that are refused: axis, and the note. Windows free the blocks that would be kept.
