@@ -2,7 +2,8 @@
 #include "attention.h"
 
 #if defined(__x86_64__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593, in the next header
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC bug 105593, in the next header
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 
 #include <type_traits>
@@ -23,12 +24,17 @@ namespace {
 #include "transpose512.h"
 
 #include "avx512/power.h"  // after those
-#include "task.h"
 #include "tiles.h"
 
+#include "amx_matrix.h"  // after that
+#include "task.h"
+
+// Fewer queries than make two blocks of vectors are not worth it while keys come from memory: loads of tiles wait for
+// their lines. All rows of the sequence in the step count, not those of a task, so that bits do not depend on tasks.
 void run_bf16(const Call& call, int64_t number, Scratch& scratch) {
   const int64_t rows = call.rows->count[call.tasks[number].sequence];
-  if (Tiles::fits(*call.op, rows)) return run<BFloat16, BFloat16, Tiles>(call, number, scratch);
+  if (Tiles<Matrix>::fits(*call.op) && rows * call.op->group() > Vectors<BFloat16, BFloat16>::kMost)
+    return run<BFloat16, BFloat16, Tiles<Matrix>>(call, number, scratch);
   kAvx512Bf16.run[kBFloat16][kAsQueries](call, number, scratch);
 }
 

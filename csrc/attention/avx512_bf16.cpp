@@ -21,18 +21,29 @@ namespace {
 #include "avx512/vectors.h"
 #include "kernel.h"
 #include "loops.h"
+#include "transpose512.h"
 
 #include "avx512/bf16_product.h"  // after those
 #include "avx512/power.h"
 
 #include "avx512/pairs.h"  // after those
+#include "tiles.h"
+
+#include "avx512/bf16_matrix.h"  // after that
 #include "select.h"
 #include "tally.h"
 #include "task.h"
 #include "variant.h"
 
-constexpr std::array<RunTask, kStored> runs_bf16 = {run<BFloat16, BFloat16, Pairs>, run<BFloat16, Int8>,
-                                                    run<BFloat16, Fp8>};
+// Both loops have the same bits, if no pair of tokens is divided. Those for many queries lay out the values first.
+void run_bf16(const Call& call, int64_t number, Scratch& scratch) {
+  const Task& task = call.tasks[number];
+  if (Tiles<Matrix>::fits(*call.op) && task.end - task.begin > Pairs::kMost && call.rows->block_size % 2 == 0)
+    return run<BFloat16, BFloat16, Tiles<Matrix>>(call, number, scratch);
+  run<BFloat16, BFloat16, Pairs>(call, number, scratch);
+}
+
+constexpr std::array<RunTask, kStored> runs_bf16 = {run_bf16, run<BFloat16, Int8>, run<BFloat16, Fp8>};
 
 }  // namespace
 

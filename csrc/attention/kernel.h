@@ -7,9 +7,9 @@
 //
 // Bits: a query gets one fixed chain of operations over its own tokens, whatever other queries are computed with it. A
 // score sums D in one order, weights are summed by absolute position, o takes one token after the other, two of them
-// (avx512/pairs.h) or 32 (tiles.h). Tokens that a query does not see enter with the weight 0. That changes nothing where
-// their values are finite. The sequence's rows
-// in the step decide which chain it is (amx_bf16.cpp).
+// (avx512/pairs.h, avx512/bf16_matrix.h) or 32 (amx_matrix.h). Tokens that a query does not see enter with the weight 0.
+// That changes nothing where their values are finite. The sequence's rows in the step decide which chain it is
+// (amx_bf16.cpp).
 
 using Bits = std::uint16_t;
 struct BFloat16 {

@@ -21,10 +21,11 @@ struct Ahead {
   const char* at;
   int64_t step;
 
-  // While `bytes` are used up. Always inline: by itself it would be a function without effect, and go.
-  template <int bytes>
+  // While `bytes` are used up, into L2, or L1 for 3. Always inline: by itself it would be a function without effect, and
+  // go.
+  template <int bytes, int cache = 2>
   [[gnu::always_inline]] void fetch() {
-    for (int i = 0; i < (bytes + 63) / 64; ++i) __builtin_prefetch(at + i * 64, 0, 2);
+    for (int i = 0; i < (bytes + 63) / 64; ++i) __builtin_prefetch(at + i * 64, 0, cache);
     at += step * bytes / 64;
   }
 };

@@ -167,14 +167,14 @@ class Run {
       for (int64_t i = query; i < query + block.count; ++i) node.lse[i] = kNone, totals[i] = 1;
       return;
     }
-    for (int p = 0; p < here.count; ++p) score_keys(block, here.pieces[p], h, after(here, next, false, p, h));
+    const bool last = h + 1 == task_.heads;
     loops_.clear(block.low, block.high, op_.v_dim, values_);
     for (int p = 0; p < here.count; ++p) {
       const Piece& piece = here.pieces[p];
       const int low = int(max(block.low, piece.low)), high = int(min(block.high, piece.high));
       const int64_t row = h * next_head_ + (low - piece.low) * token_;
-      loops_.lay_out(piece.v + row * op_.v_dim, token_ * op_.v_dim, low, high, op_.v_dim, values_,
-                     after(here, next, true, p, h));
+      score_keys(block, piece, h, fetch(here, true, p, h), fetch(last ? next : here, false, p, last ? 0 : h + 1));
+      loops_.lay_out(piece.v + row * op_.v_dim, token_ * op_.v_dim, low, high, op_.v_dim, values_);
     }
     float* const scores = scores_ + query * kScores;
     loops_.weights(op_, block.count, views + query, block.low, block.high, scores, node.lse + query, totals + query);
@@ -227,15 +227,15 @@ class Run {
   // The memory that is read after piece p of a head's K, or V.
   Ahead after(const Chunk& here, const Chunk& next, bool values, int p, int64_t h) const {
     const Chunk* chunk = &here;
-    if (Loops::kByHead) {
-      if (++p == here.count) p = 0, h += values, values = !values;
-      if (h == task_.heads) h = 0, chunk = &next;
-    } else {
-      if (++h == task_.heads) h = 0, ++p;
-      if (p == here.count) chunk = values ? &next : &here, p = 0, values = !values;
-    }
-    if (!call_.stored || p >= chunk->count) return {reinterpret_cast<const char*>(queries_), 0};
-    const Piece& piece = chunk->pieces[p];
+    if (++h == task_.heads) h = 0, ++p;
+    if (p == here.count) chunk = values ? &next : &here, p = 0, values = !values;
+    return fetch(*chunk, values, p, h);
+  }
+
+  // Piece p of a head's K, or V.
+  Ahead fetch(const Chunk& chunk, bool values, int p, int64_t h) const {
+    if (!call_.stored || p >= chunk.count) return {reinterpret_cast<const char*>(queries_), 0};
+    const Piece& piece = chunk.pieces[p];
     if constexpr (kScaled) {
       const float* scale = (values ? call_.v_scale : call_.k_scale) + piece.row + h * next_head_;
       for (int t = piece.low; t < piece.high; t += 16) __builtin_prefetch(scale + (t - piece.low), 0, 2);
@@ -244,12 +244,13 @@ class Run {
     return {reinterpret_cast<const char*>(at), 64};
   }
 
-  void score_keys(const Block& block, const Piece& piece, int64_t h, Ahead ahead) {
+  template <class... Fetched>
+  void score_keys(const Block& block, const Piece& piece, int64_t h, Fetched... ahead) {
     const int low = int(max(block.low, piece.low)), high = int(min(block.high, piece.high));
     if (low >= high) return;
     const int64_t row = h * next_head_ + (low - piece.low) * token_;
     loops_.score(block.count, queries_ + block.query * Loops::width(op_.qk_dim), piece.k + row * op_.qk_dim,
-                 token_ * op_.qk_dim, low, high, op_.qk_dim, scores_ + block.query * kScores, ahead);
+                 token_ * op_.qk_dim, low, high, op_.qk_dim, scores_ + block.query * kScores, ahead...);
     if constexpr (kScaled) multiply(block, call_.k_scale + piece.row + row, low, high);
   }
 

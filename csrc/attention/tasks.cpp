@@ -21,16 +21,19 @@ void split(Task task, Tasks& out) {
   }
 }
 
-// A task of all KV heads as several, each of at most `most` of them.
-void push(Task task, int64_t heads, int64_t most, Tasks& out) {
+// The tiles `first .. last` of a sequence, of all KV heads, as tasks of at most `most` heads. Those of the same heads
+// follow each other: they read the same keys and values.
+void push(const Task* first, const Task* last, int64_t heads, int64_t most, Tasks& out) {
   const int64_t parts = (heads + most - 1) / most;
-  for (int64_t part = 0; part < parts; ++part) {
-    task.head = heads * part / parts, task.heads = heads * (part + 1) / parts - task.head;
-    if (task.split >= 0)
-      split(task, out);
-    else
-      out.tasks.push_back(task);
-  }
+  for (int64_t part = 0; part < parts; ++part)
+    for (const Task* tile = first; tile < last; ++tile) {
+      Task task = *tile;
+      task.head = heads * part / parts, task.heads = heads * (part + 1) / parts - task.head;
+      if (task.split >= 0)
+        split(task, out);
+      else
+        out.tasks.push_back(task);
+    }
 }
 
 }  // namespace
@@ -59,9 +62,10 @@ Tasks make_tasks(const Rows& rows, bool stored, const Operator& op, int64_t thre
   }
   const int64_t wanted = threads > 1 ? kEach * threads : 1;
   const int64_t shares = (wanted + int64_t(tiles.size()) - 1) / std::max(int64_t(tiles.size()), int64_t(1));
-  for (const Task& task : tiles) {
-    const int64_t together = std::min(kTile / (task.end - task.begin), op.kv_heads / shares);
-    push(task, op.kv_heads, std::max(together, int64_t(1)), out);
+  for (const Task *tile = tiles.data(), *const end = tile + tiles.size(), *next; tile < end; tile = next) {
+    for (next = tile; next < end && next->sequence == tile->sequence;) ++next;
+    const int64_t together = std::min(kTile / (tile->end - tile->begin), op.kv_heads / shares);
+    push(tile, next, op.kv_heads, std::max(together, int64_t(1)), out);
   }
   return out;
 }
