@@ -13,18 +13,13 @@ import torch
 from msgspec import structs
 from torch import Tensor, fx
 
+from lamina.converter.influence import MOVES
 from lamina.models.errors import UnsupportedModelError
 from lamina.ops.recurrence.op import CONVOLUTION_OP, MIXER_OP, RECURRENCE_OP
 from lamina.ops.recurrence.spec import RecurrenceSpec
 
 aten = torch.ops.aten
 
-# Operators that move numbers and compute none.
-_MOVES = {
-    "alias", "chunk", "clone", "contiguous", "detach", "expand", "flatten", "narrow", "permute", "repeat_interleave",
-    "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze",
-    "view", "_unsafe_view",
-}  # fmt: skip
 _READ_BY_CHANNEL = 3  # the first inputs of a recurrence: q, k and v
 
 
@@ -135,7 +130,7 @@ def _convolution_of(node: fx.Node) -> fx.Node:
     """Return the convolution of which ``node`` has numbers. Raises UnsupportedModelError for anything in between."""
     while node.target is not CONVOLUTION_OP:
         name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-        if node.op != "call_function" or (node.target is not operator.getitem and name not in _MOVES):
+        if node.op != "call_function" or (node.target is not operator.getitem and name not in MOVES):
             raise UnsupportedModelError(
                 f"{_path(node)} computes {name} between its convolution and its recurrence: memory workers compute the "
                 f"two together, with nothing in between"
