@@ -52,7 +52,7 @@ class StoreFragments:
     """
 
     def __init__(self, store: KvStore, rank: int = 0) -> None:
-        self._store, self.states = store, StateFragments(store.states, len(store.bind_request.layers))
+        self._store, self.states = store, StateFragments(store.states, len(store.bind_request.layers), rank)
         self._heads = [
             _HeadRange(layer, held.head_start + rank * shape.kv_heads, held.group, _form(stored.kv), _parts(stored.kv))
             for layer, shape in enumerate(store.bind_request.layers)

@@ -43,24 +43,25 @@ class StateSlot(NamedTuple):
 
 class StateFragments:
     """The fragments of a store's states. ``store``: None if no states are here. ``first_layer``: the number of the
-    first recurrent layer, after all attention layers.
+    first recurrent layer, after all attention layers. ``rank``: of those that divide its heads equally.
     """
 
-    def __init__(self, store: StateStore | None, first_layer: int) -> None:
+    def __init__(self, store: StateStore | None, first_layer: int, rank: int = 0) -> None:
         self._store = store
-        self._parts = dict(self._parts_of(store, first_layer)) if store is not None else {}
+        self._parts = dict(self._parts_of(store, first_layer, rank)) if store is not None else {}
         self.whole = frozenset(self._parts)  # the fragments of a version that lies here
         self.nbytes_of_version = sum(part.spec.state_bytes for _, part in self._parts.values())
 
     @staticmethod
-    def _parts_of(store: StateStore, first_layer: int) -> Iterator[tuple[PageFragment, tuple[int, Part]]]:
+    def _parts_of(store: StateStore, first_layer: int, rank: int) -> Iterator[tuple[PageFragment, tuple[int, Part]]]:
         """Yield each fragment with its recurrent layer, and its part of what the worker has of that layer."""
         for number, piece in enumerate(store.pieces):
             if piece is None:
                 continue
             first, stop = piece.part.first, piece.part.first + piece.spec.heads
+            before = rank * piece.part.whole.heads  # heads of lower ranks
             for low, high in _runs(piece.part.whole, first, stop):
-                name = PageFragment(first_layer + number, low * MAX_RUN + high - low - 1)
+                name = PageFragment(first_layer + number, (before + low) * MAX_RUN + high - low - 1)
                 yield name, (number, Part.of(piece.spec, low - first, high - low))
 
     def locate(self, sequence: int, length: int, location: KvLocation) -> StateSlot | None:

@@ -14,7 +14,7 @@ from recurrent import SPECS
 from torch import Tensor
 
 from lamina.config.partition import PARTITIONS
-from lamina.kv.pages import PAGE
+from lamina.kv.pages import PAGE, PageFragment
 from lamina.kv.storage import StorageBackend, StorageConfig, open_storage
 from lamina.ops.recurrence.parts import Part
 from lamina.ops.recurrence.spec import RecurrenceSpec
@@ -24,6 +24,7 @@ from lamina.protocol.offload_messages import LoadReady, TransferDone
 from lamina.protocol.step_plan import Free, LoadKv, New, RowRange, SaveKv, SequenceOp, StateRows, StepPlan
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.offload.page_transfers import PageTransfers
+from lamina.workers.memory.offload.state_fragments import StateFragments
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.mixer_shares import with_shares
 
@@ -129,6 +130,20 @@ def test_states_are_the_same_on_other_workers(kind: str, before: int, after: int
             expected = bench.take(whole)
             assert torch.equal(torch.where(expected == 0, expected, state), expected), "but for what aligns"
         bench.transfers.end()
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "bamba"])
+def test_ranks_have_the_names_of_their_own_heads(kind: str) -> None:
+    """They share a directory. Heads have the names that they have without ranks, and runs of channels others."""
+    spec, found = SPECS[kind], list[frozenset[PageFragment]]()
+    for rank in range(2):
+        bench = Bench(Part.of(spec, rank * spec.heads // 2, spec.heads // 2).spec, host())
+        found.append(StateFragments(bench.store.states, 1, rank).whole)
+        bench.transfers.end()
+    assert not found[0] & found[1]
+    whole = Bench(spec, host())
+    assert kind == "lfm2" or found[0] | found[1] == StateFragments(whole.store.states, 1).whole
+    whole.transfers.end()
 
 
 def test_states_whose_slot_is_given_up_are_copied_before_they_are_saved() -> None:
