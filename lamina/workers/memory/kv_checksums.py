@@ -18,6 +18,8 @@ from lamina.netstack.checksum import checksum
 from lamina.protocol.step_plan import ContextShift, CopyStripes, LoadKv, PrefillGrant, StepPlan, SurvivingKv
 from lamina.workers.worker_process import CorruptedMemoryError
 
+from .state_checksums import StateChecksums, state_bytes
+
 if TYPE_CHECKING:
     from .attention_step import AttentionStep
     from .kv_store import KvStore
@@ -37,11 +39,14 @@ class BlockChecksums:
         """``share``: the share of attended blocks that are checked before each step. ``draw``: returns 0 to 1."""
         self._store, self._share, self._draw = store, share, draw
         self.sums: dict[StoredBlock, bytes] = {}
+        self.states = StateChecksums(store.states) if store.states else None
 
-    def before_other_writes(self, plan: StepPlan) -> None:
+    def before_other_writes(self, plan: StepPlan, *, is_replay: bool = False) -> None:
         """Discard checksums of sequences that writers other than a step's rows are about to fill. First checks blocks
         that are about to move within a sequence, or to be copied to another worker. Raises CorruptedMemoryError.
         """
+        if self.states:
+            self.states.before_writes(plan, is_replay=is_replay)
         there = self._store.tables.sequences
         for op in plan.ops:
             if isinstance(op, ContextShift | CopyStripes):
@@ -61,18 +66,23 @@ class BlockChecksums:
         for number in [*(to for _, to in copies), *freed]:
             self.sums.pop(StoredBlock(group, number), None)
 
-    def verify_surviving(self, keep: Iterable[SurvivingKv]) -> None:
-        """Check all blocks that are about to go to other workers, where damaged ones would get valid checksums. Raises
-        CorruptedMemoryError.
+    def verify_surviving(self, keep: Sequence[SurvivingKv]) -> None:
+        """Check all blocks and states that are about to go to other workers, where damaged ones would get valid
+        checksums. Raises CorruptedMemoryError.
         """
+        if self.states:
+            self.states.verify_surviving(keep)
         there = [each.sequence for each in keep if each.sequence in self._store.tables.sequences]
         for block in dict.fromkeys(block for sequence in there for block in _blocks(self._store, sequence)):
             self._check(block)
 
     def verify_before_step(self, steps: Sequence[AttentionStep]) -> None:
         """Check blocks that ``steps`` attend, before these write to any. This is a share of the blocks, and each block
-        that they continue to fill, whose next checksum would hide the damage. Raises CorruptedMemoryError.
+        that they continue to fill, whose next checksum would hide the damage; so are all states that they continue.
+        Raises CorruptedMemoryError.
         """
+        if self.states:
+            self.states.verify(step.plan for step in steps)
         written = {block for step in steps for block in _written(step)}
         for block in _attended(self._store, steps):
             if block in self.sums and (block in written or self._share >= 1.0 or self._draw() < self._share):
@@ -81,7 +91,9 @@ class BlockChecksums:
             self.sums.pop(block, None)
 
     def update_after_step(self, steps: Sequence[AttentionStep]) -> None:
-        """Add checksums of blocks after ``steps`` have written all layers."""
+        """Add checksums of blocks and states after ``steps`` have written all layers."""
+        if self.states:
+            self.states.update(step.plan for step in steps)
         for sequence in _sequences(steps):
             for block in _blocks(self._store, sequence):
                 if block not in self.sums:
@@ -111,7 +123,14 @@ class BlockChecksums:
 
 
 def flip_bit(store: KvStore, steps: Sequence[AttentionStep]) -> bool:
-    """Change a bit of K that ``steps`` attend, for a drill. Returns False if there is none."""
+    """Change a bit of a state that ``steps`` continue, or else of K that they attend, for a drill. Returns False if
+    there is none.
+    """
+    if (states := store.states) and (
+        slot := next((s for x in steps for s in states.slots_read(x.plan)), None)
+    ) is not None:
+        state_bytes(states.of_slot(slot)[0])[3] ^= 1
+        return True
     block = next(_attended(store, steps), None)
     if block is None:
         return False

@@ -206,7 +206,7 @@ class KvStore:
         if self.states:
             self.states.begin(plan, is_replay=again)
         if self.checksums:
-            self.checksums.before_other_writes(plan)
+            self.checksums.before_other_writes(plan, is_replay=again)
         self.committed.begin(plan, is_replay=again)
         for op in () if again else shifts:
             self._rotate(op)

@@ -12,7 +12,7 @@ from lamina.kv.stored_format import head_bytes, stored_dtype
 from lamina.ops import recurrence
 from lamina.ops.recurrence.segments import Segments
 from lamina.ops.recurrence.spec import RecurrenceSpec
-from lamina.protocol.blocks.state_versions import StateVersions
+from lamina.protocol.blocks.state_versions import ZEROS, StateVersions
 from lamina.protocol.step_plan import BindRequest, ProtocolError, StepPlan
 from lamina.workers.mixer_messages import DTYPES, MixerPiece, mixer_pieces, state_bytes
 
@@ -70,6 +70,20 @@ class StateStore:
     def num_rows(self, plan: StepPlan) -> int:
         """Return the number of rows of a plan whose sequences have their states here."""
         return self._begun[plan.batch, plan.step].rows_end
+
+    def slots_read(self, plan: StepPlan) -> list[int]:
+        """Return the slots of the versions that the rows of a plan that was begun continue."""
+        segments = self._begun[plan.batch, plan.step]
+        return [slot for slot in segments.read[~segments.continues].tolist() if slot != ZEROS]
+
+    def slots_written(self, plan: StepPlan) -> list[int]:
+        """Return the slots of the versions after the rows of a plan that was begun."""
+        written: list[int] = self._begun[plan.batch, plan.step].write.tolist()
+        return written
+
+    def of_slot(self, slot: int) -> list[Tensor]:
+        """Return the states in a slot, in place: of each layer that is here [state_size]."""
+        return [states[slot] for states in self._states if states is not None]
 
     def update(self, plan: StepPlan, number: int, data: memoryview) -> Tensor:
         """Compute the rows of one layer by the inputs in a message. Returns [rows, columns]."""

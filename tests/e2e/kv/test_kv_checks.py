@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models.hybrids import build_hybrid
 from tiny import llama
 
 from lamina import LLM, SamplingParams
@@ -68,6 +69,30 @@ def test_a_block_that_is_damaged_is_never_attended(
         for (tokens, scores), (same, near) in zip(told, wanted, strict=True):
             assert tokens == same
             assert scores == pytest.approx(near, abs=1e-4)
+        assert run(llm, tripwire, "") == wanted
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hybrid")
+    build_hybrid("bamba").save_pretrained(path)
+    return path
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", [1.0, 0.01, 0.0])
+def test_a_state_that_is_damaged_is_never_continued(
+    share: float, hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever share of KV is checked. Without checks the damage is in all later scores."""
+    monkeypatch.setenv(FAILPOINT, str(tmp_path / "wire"))
+    tripwire = Failpoint(tmp_path / "wire")
+    with open_llm(hybrid, kv_checks=share, max_model_len=256) as llm:
+        wanted, before = run(llm, tripwire, ""), llm.pools.pids
+        told = run(llm, tripwire, "memory-0")
+        replaced = [name for name, pid in llm.pools.pids.items() if pid != before[name]]
+        assert replaced == (["memory-0"] if share else [])
+        assert (told == wanted) == (share > 0)
         assert run(llm, tripwire, "") == wanted
 
 
