@@ -43,11 +43,14 @@ _PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_len
 
 
 class WeightShard(NamedTuple):
-    """A part of a model's weights. ``heads``: query and KV heads of each attention, of all ranks together."""
+    """A part of a model's weights. ``heads``: query and KV heads of each attention, of all ranks together. ``padded``:
+    attentions whose output has zeros in the places of other ranks' heads, as its inputs have.
+    """
 
     rank: int = 0
     size: int = 1
     heads: tuple[tuple[int, int], ...] = ()
+    padded: tuple[bool, ...] = ()
 
     def own_heads(self, x: Tensor, whole: int, dim: int) -> Tensor:
         """Return this part's heads of ``x`` along ``dim``. ``x`` has the heads of the ``whole`` model, or only
@@ -55,6 +58,13 @@ class WeightShard(NamedTuple):
         """
         each = whole // self.size
         return x.narrow(dim, self.rank * each, each) if self.size > 1 and x.shape[dim] == whole else x
+
+    def output(self, layer: int, o: Tensor) -> Tensor:
+        """Return the output of an attention [R, T, Hq, Dv] as what follows it expects."""
+        if layer >= len(self.padded) or not self.padded[layer]:
+            return o
+        before, own = self.rank * o.shape[2], o.shape[2]
+        return nn.functional.pad(o, (0, 0, before, self.heads[layer][0] - before - own))
 
 
 WHOLE_MODEL = WeightShard()
@@ -189,11 +199,10 @@ class AttentionRouter:
             sinks, slopes = (x if x is None else own(x, q_heads, 0) for x in (sinks, slopes))
         self.layers.append(RoutedLayer(self._name(module), module, spec, (query.shape[1], key.shape[1])))
         if self.local:
-            return _local(query, key, value)
+            return self._part.output(layer, _local(query, key, value))
         if slopes is not None:
             slopes = slopes.to(query.device)
-        o: Tensor = ATTENTION_OP(query, key, value, layer, spec.encode(), sinks, slopes)
-        return o
+        return self._part.output(layer, ATTENTION_OP(query, key, value, layer, spec.encode(), sinks, slopes))
 
     def _window(self, module: nn.Module, mask: Tensor | None, stated: int | None, own: int | None) -> int:
         """Return the window that counts: the mask's, which transformers' default attention applies."""

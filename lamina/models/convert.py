@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lamina.converter import ConversionError, CutCall, SlicedProgram, convert
 from lamina.ops.attention.op import ATTENTION_OP
@@ -20,6 +21,7 @@ from .capture_cache import CaptureCache, capture_file
 from .checkpoint import FileStamp
 from .errors import UnsupportedModelError
 from .load import LOAD_LOCK
+from .recurrent.mixer_division import divide_mixers
 from .recurrent.mixer_folding import fold_mixers
 from .recurrent.mixer_routing import routed_mixers
 from .unsupported_models import check_config, check_layers
@@ -64,7 +66,7 @@ def convert_model(
                 DecodeStep(model),
                 ATTENTION_OP,
                 mixer_op=MIXER_OP,
-                prepare=fold_mixers,
+                prepare=partial(_prepare, part=part),
                 expect=expect,
                 early_q=early_q,
                 shown=shown,
@@ -76,6 +78,13 @@ def convert_model(
         if proof and not shown:
             proof.write(PROOF_TEXT)
     return program
+
+
+def _prepare(graph: fx.Graph, part: WeightShard) -> None:
+    """Make one operator of each recurrent layer, of a rank's heads."""
+    fold_mixers(graph)
+    if part.size > 1:
+        divide_mixers(graph, part)
 
 
 @contextmanager

@@ -164,9 +164,13 @@ class _ShardReader:
                 raise UnsupportedModelError(
                     f"--tensor-parallel-size: {name} is converted by {strange.pop()} when it is read, and cannot be cut"
                 )
+            if cut.ranges:
+                raise UnsupportedModelError(
+                    f"--tensor-parallel-size: {name} becomes a part of {target}, and cannot be cut"
+                )
             if len(converter.source_patterns) == cut.pieces:
                 cut = ShardedDim(cut.dim)  # the pieces are separate weights
-        return WeightRead(target, cut, copied or cut.pieces > 1 or cut.dim + ndim > 0)
+        return WeightRead(target, cut, copied or cut.is_scattered or cut.dim + ndim > 0)
 
 
 def weight_bytes(model: nn.Module, directory: Path, shard: ShardPlan | None = None) -> WeightBytes:

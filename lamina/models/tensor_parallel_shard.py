@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,42 +21,53 @@ from torch.nn import functional as F
 from lamina.ops.collective.op import ALL_GATHER_OP, ALL_REDUCE_OP
 
 from .attention_routing import DecodeStep, WeightShard, routed_attention
+from .captured_cuts import LinearCuts, Ranges, capture_step
 from .errors import UnsupportedModelError
 from .quantization.quantized_linear import QuantizedLinear
+from .recurrent.mixer_routing import routed_mixers
 
 MAX_REPLICATED_SHARE = 1.1  # largest share of the weights on a rank, relative to an equal share
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")  # plans have an asterisk here
 
 Forward = Callable[..., Any]
+MakeForward = Callable[[Any, WeightShard], Forward]  # of a module
 
 
 class ShardedDim(NamedTuple):
     """A dimension ``dim`` (from the end) of a weight, which is divided among the ranks. ``pieces``: how many adjacent
-    pieces it has, each of which is divided.
+    pieces it has, each of which is divided. ``ranges``: of each rank, which may share some; empty for equal parts.
     """
 
     dim: int
     pieces: int = 1
+    ranges: tuple[Ranges, ...] = ()
+
+    @property
+    def is_scattered(self) -> bool:
+        """True if a rank's part is of several places."""
+        return self.pieces > 1 or any(len(own) > 1 for own in self.ranges)
 
     def spans(self, part: WeightShard, width: int) -> list[slice]:
         """Return the parts of a dimension of ``width`` that belong to ``part``."""
+        if self.ranges:
+            return [slice(*each) for each in self.ranges[part.rank]]
         piece, each = width // self.pieces, width // self.pieces // part.size
         return [slice(i * piece + part.rank * each, i * piece + (part.rank + 1) * each) for i in range(self.pieces)]
 
     def local_shape(self, part: WeightShard, shape: torch.Size) -> list[int]:
         """Return the shape of the part of a weight of ``shape`` that belongs to ``part``."""
         sizes = list(shape)
-        sizes[self.dim] //= part.size
+        sizes[self.dim] = sum(span.stop - span.start for span in self.spans(part, sizes[self.dim]))
         return sizes
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The cut of a model for ``weight_shard``: weight name -> its cut, and module name -> its style."""
+    """The cut of a model for ``weight_shard``: weight name -> its cut, and module name -> what replaces its forward."""
 
     weight_shard: WeightShard
     sharded_dims: dict[str, ShardedDim]
-    styles: dict[str, str]
+    forwards: dict[str, MakeForward]
 
     def shrink_to_shard(self, model: nn.Module) -> None:
         """Replace the weights of a model on the meta device by those of ``weight_shard``, still without contents."""
@@ -71,30 +83,49 @@ class ShardPlan:
         """Insert the collectives by which modules with the weights of ``weight_shard`` combine results with other
         ranks.
         """
-        for name, style in self.styles.items():
+        for name, forward in self.forwards.items():
             module = model.get_submodule(name)
-            if (forward := STYLES[style].forward) is not None:
-                module.forward = forward(module, self.weight_shard)
+            module.forward = forward(module, self.weight_shard)
 
 
 def plan_shard(model: nn.Module, rank: int, size: int, max_model_len: int) -> ShardPlan:
     """Return the cut of a whole model, on the meta device, for a rank. Raises UnsupportedModelError, with the sizes
     that would work, if ``size`` ranks cannot share it.
     """
-    styles = _styles(model)
+    heads, is_hybrid = _heads(model, max_model_len)
+    styles, step = _styles(model, needs_plan=not is_hybrid), None
     weights = dict(model.named_parameters(remove_duplicate=False))
-    cuts = {name: cut for name, w in weights.items() if (cut := _cut_of(name, w.dim(), styles)) is not None}
-    heads = _heads(model, max_model_len)
     widths = {f"the {kv} KV heads of attention {i}": kv for i, (_, kv) in enumerate(heads)}
+    if is_hybrid:
+        step = capture_step(model, max_model_len)
+        widths |= step.widths
+        _check_size(size, widths)
+        found = step.cuts(size, styles)
+        styles = {name: style for name, style in styles.items() if name not in (*found.columns, *found.rows)}
+    cuts = {name: cut for name, w in weights.items() if (cut := _cut_of(name, w.dim(), styles)) is not None}
     widths |= {f"the {weights[n].shape[c.dim]} of {n}": weights[n].shape[c.dim] // c.pieces for n, c in cuts.items()}
     _check_size(size, widths)
+    forwards = {n: f for n, s in styles.items() if n not in weights and (f := STYLES[s].forward) is not None}
     part = WeightShard(rank, size, tuple(heads))
-    shard = ShardPlan(part, cuts, {n: s for n, s in styles.items() if n not in weights})
+    if step is not None:
+        part = part._replace(padded=step.padded(found))
+        cuts |= _own_cuts(found, weights)
+        forwards |= {name: _padded(found.columns[name]) for name in found.columns if name not in found.narrow}
+        forwards |= dict.fromkeys(found.rows, _reduced_linear)
+    shard = ShardPlan(part, cuts, forwards)
     _check_share(model, weights, shard)
     return shard
 
 
-def _styles(model: nn.Module) -> dict[str, str]:
+def _own_cuts(found: LinearCuts, weights: Mapping[str, nn.Parameter]) -> dict[str, ShardedDim]:
+    """Return the cuts of weights and biases of linear layers whose cuts were found in the captured step."""
+    cuts = {f"{name}.weight": ShardedDim(-2, 1, ranges) for name, ranges in found.columns.items()}
+    cuts |= {f"{name}.bias": ShardedDim(-1, 1, ranges) for name, ranges in found.columns.items()}
+    cuts |= {f"{name}.weight": ShardedDim(-1) for name in found.rows}
+    return {name: cut for name, cut in cuts.items() if name in weights}
+
+
+def _styles(model: nn.Module, *, needs_plan: bool) -> dict[str, str]:
     """Return module or weight -> its style. Raises UnsupportedModelError."""
     hf: Any = model
     kind, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
@@ -104,7 +135,7 @@ def _styles(model: nn.Module) -> dict[str, str]:
         raise UnsupportedModelError(
             f"--tensor-parallel-size: {kind} has the plan {planned[strange]!r} for {strange}, which is not supported"
         )
-    if len(set(planned.values()) - {"colwise_gather_output", "embedding_rowwise"}) == 0:
+    if needs_plan and len(set(planned.values()) - {"colwise_gather_output", "embedding_rowwise"}) == 0:
         raise UnsupportedModelError(
             f"--tensor-parallel-size: {kind} has no plan in transformers for how its layers are cut: leave it at 1"
         )
@@ -118,14 +149,15 @@ def _cut_of(name: str, ndim: int, styles: dict[str, str]) -> ShardedDim | None:
     return None if style is None else STYLES[style].shard_dim(ndim)
 
 
-def _heads(model: nn.Module, max_model_len: int) -> list[tuple[int, int]]:
-    """Return query and KV heads of every attention."""
+def _heads(model: nn.Module, max_model_len: int) -> tuple[list[tuple[int, int]], bool]:
+    """Return query and KV heads of every attention, and whether the model has recurrent layers."""
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     # The other way to compute experts requires bfloat16 without data.
-    with routed_attention(model, max_model_len=max_model_len, experts="batched_mm") as router, torch.no_grad():
-        router.local = True
+    route = routed_attention(model, max_model_len=max_model_len, experts="batched_mm")
+    with route as router, routed_mixers(model) as mixers, torch.no_grad():
+        router.local = mixers.local = True
         DecodeStep(model)(ids, ids)
-    return [layer.heads for layer in router.layers]
+    return [layer.heads for layer in router.layers], bool(mixers.calls)
 
 
 def _check_size(size: int, widths: dict[str, int]) -> None:
@@ -137,9 +169,10 @@ def _check_size(size: int, widths: dict[str, int]) -> None:
 
 
 def _check_share(model: nn.Module, weights: dict[str, nn.Parameter], shard: ShardPlan) -> None:
-    size, distinct = shard.weight_shard.size, {id(w): (n, w) for n, w in weights.items()}.values()
+    part, distinct = shard.weight_shard, {id(w): (n, w) for n, w in weights.items()}.values()
+    size, cuts = part.size, shard.sharded_dims
     whole = sum(w.numel() for _, w in distinct)
-    own = sum(w.numel() // (size if n in shard.sharded_dims else 1) for n, w in distinct)
+    own = sum(prod(cuts[n].local_shape(part, w.shape)) if n in cuts else w.numel() for n, w in distinct)
     if own > MAX_REPLICATED_SHARE * whole / size:
         raise UnsupportedModelError(
             f"--tensor-parallel-size {size}: by its plan each rank of {type(model).__name__} would have "
@@ -190,6 +223,29 @@ def _reduced_linear(module: Any, part: WeightShard) -> Forward:
     return forward
 
 
+def _padded(ranges: Sequence[Ranges]) -> MakeForward:
+    """Return what makes a linear layer's forward, whose result has zeros in the places of columns that are not its
+    own.
+    """
+
+    def make(module: Any, part: WeightShard) -> Forward:
+        inner, own = module.forward, ranges[part.rank]
+        width = max(stop for each in ranges for _, stop in each)
+
+        def forward(x: Tensor) -> Tensor:
+            y, parts, at, done = inner(x), list[Tensor](), 0, 0
+            for start, stop in own:
+                parts += [y.new_zeros(*y.shape[:-1], start - done)] if start > done else []
+                parts.append(y[..., at : at + stop - start])
+                at, done = at + stop - start, stop
+            parts += [y.new_zeros(*y.shape[:-1], width - done)] if width > done else []
+            return torch.cat(parts, -1)
+
+        return forward
+
+    return make
+
+
 def _reduced_lookup(module: Any, part: WeightShard) -> Forward:
     inner, count = module.forward, module.weight.shape[0]
     module.padding_idx = None  # only matters to gradients, and may lie outside of this part
@@ -209,7 +265,7 @@ class Style(NamedTuple):
     """
 
     shard_dim: Callable[[int], ShardedDim | None]
-    forward: Callable[[Any, WeightShard], Forward] | None = None
+    forward: MakeForward | None = None
 
 
 # The names are transformers'. Styles that only differ in gradients are equal here.
