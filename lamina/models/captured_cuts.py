@@ -40,6 +40,11 @@ class LinearCuts(NamedTuple):
     narrow: frozenset[str]
     rows: frozenset[str]
 
+    @property
+    def wide_columns(self) -> dict[str, tuple[Ranges, ...]]:
+        """Those of ``columns`` that are not narrow."""
+        return {name: own for name, own in self.columns.items() if name not in self.narrow}
+
 
 @dataclass(frozen=True)
 class CapturedStep:

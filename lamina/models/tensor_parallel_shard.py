@@ -110,7 +110,7 @@ def plan_shard(model: nn.Module, rank: int, size: int, max_model_len: int) -> Sh
     if step is not None:
         part = part._replace(padded=step.padded(found))
         cuts |= _own_cuts(found, weights)
-        forwards |= {name: _padded(found.columns[name]) for name in found.columns if name not in found.narrow}
+        forwards |= {n: _padded(own, weights[f"{n}.weight"].shape[0]) for n, own in found.wide_columns.items()}
         forwards |= dict.fromkeys(found.rows, _reduced_linear)
     shard = ShardPlan(part, cuts, forwards)
     _check_share(model, weights, shard)
@@ -223,14 +223,13 @@ def _reduced_linear(module: Any, part: WeightShard) -> Forward:
     return forward
 
 
-def _padded(ranges: Sequence[Ranges]) -> MakeForward:
-    """Return what makes a linear layer's forward, whose result has zeros in the places of columns that are not its
-    own.
+def _padded(ranges: Sequence[Ranges], width: int) -> MakeForward:
+    """Return what makes a linear layer's forward, whose result of ``width`` columns has zeros in the places of those
+    that are not its own.
     """
 
     def make(module: Any, part: WeightShard) -> Forward:
         inner, own = module.forward, ranges[part.rank]
-        width = max(stop for each in ranges for _, stop in each)
 
         def forward(x: Tensor) -> Tensor:
             y, parts, at, done = inner(x), list[Tensor](), 0, 0
