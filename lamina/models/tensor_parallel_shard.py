@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from lamina.ops.collective.op import ALL_GATHER_OP, ALL_REDUCE_OP
 
 from .attention_routing import DecodeStep, WeightShard, routed_attention
-from .captured_cuts import LinearCuts, Ranges, capture_step
 from .errors import UnsupportedModelError
 from .quantization.quantized_linear import QuantizedLinear
+from .recurrent.captured_cuts import LinearCuts, Ranges, capture_step
 from .recurrent.mixer_routing import routed_mixers
 
 MAX_REPLICATED_SHARE = 1.1  # largest share of the weights on a rank, relative to an equal share

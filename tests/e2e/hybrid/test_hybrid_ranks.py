@@ -1,7 +1,4 @@
-"""Two ranks divide the heads of recurrent layers, and serve the tokens of transformers' cached generate.
-
-Covers: lamina/models/captured_cuts.py, lamina/models/recurrent/mixer_division.py.
-"""
+"""Two ranks divide the heads of recurrent layers, and serve the tokens of transformers' cached generate."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from lamina.converter import ConversionError
 from lamina.converter.capture import Capture, capture, module_path
 from lamina.converter.graph import operator_name
 from lamina.converter.influence import influence, is_pointwise, shape_of_row
+from lamina.models.attention_routing import DecodeStep, routed_attention
+from lamina.models.errors import UnsupportedModelError
 from lamina.ops.attention.op import ATTENTION_OP
 from lamina.ops.recurrence.op import MIXER_OP
 
-from .attention_routing import DecodeStep, routed_attention
-from .errors import UnsupportedModelError
-from .recurrent.mixer_division import own_inputs, own_output, part_of, shared_sums, spec_of
-from .recurrent.mixer_folding import fold_mixers
-from .recurrent.mixer_routing import routed_mixers
+from .mixer_division import own_inputs, own_output, part_of, shared_sums, spec_of
+from .mixer_folding import fold_mixers
+from .mixer_routing import routed_mixers
 
 Ranges = tuple[tuple[int, int], ...]  # first number, and the one after the last
 GATHERED = "colwise_gather_output"  # a style of transformers, which divides the work, and makes the result whole

@@ -1,6 +1,6 @@
 """Ranks of a hybrid model together compute what the whole does, each with its share of the weights and heads.
 
-Covers: lamina/models/captured_cuts.py, lamina/models/recurrent/mixer_division.py.
+Covers: lamina/models/recurrent/captured_cuts.py, lamina/models/recurrent/mixer_division.py.
 """
 
 from __future__ import annotations
