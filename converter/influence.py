@@ -108,7 +108,7 @@ def run_row(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Tensor]) -> dict[f
     read are random, from 0.5 to 1.5.
     """
     draw = torch.Generator().manual_seed(0)
-    known, found = dict[fx.Node, Any](given), set(given)
+    known, computed = dict[fx.Node, Any](given), set(given)
 
     def argument(of: fx.Node) -> Any:
         if of not in known:
@@ -119,8 +119,8 @@ def run_row(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Tensor]) -> dict[f
         return (torch.rand(shape_of_row(like), generator=draw) + 0.5).to(like.dtype)
 
     for node in nodes:
-        if node.meta.get("val") is not None and not found.isdisjoint(node.all_input_nodes):
+        if node.meta.get("val") is not None and not computed.isdisjoint(node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            found.add(node)
-    return {node: known[node] for node in found}
+            computed.add(node)
+    return {node: known[node] for node in computed}

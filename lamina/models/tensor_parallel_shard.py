@@ -100,28 +100,28 @@ def plan_shard(model: nn.Module, rank: int, size: int, max_model_len: int) -> Sh
         step = capture_step(model, max_model_len)
         widths |= step.widths
         _check_size(size, widths)
-        found = step.cuts(size, styles)
-        styles = {name: style for name, style in styles.items() if name not in (*found.columns, *found.rows)}
+        layers = step.cuts(size, styles)
+        styles = {name: style for name, style in styles.items() if name not in (*layers.columns, *layers.rows)}
     cuts = {name: cut for name, w in weights.items() if (cut := _cut_of(name, w.dim(), styles)) is not None}
     widths |= {f"the {weights[n].shape[c.dim]} of {n}": weights[n].shape[c.dim] // c.pieces for n, c in cuts.items()}
     _check_size(size, widths)
     forwards = {n: f for n, s in styles.items() if n not in weights and (f := STYLES[s].forward) is not None}
     part = WeightShard(rank, size, tuple(heads))
     if step is not None:
-        part = part._replace(padded=step.padded(found))
-        cuts |= _own_cuts(found, weights)
-        forwards |= {n: _padded(own, weights[f"{n}.weight"].shape[0]) for n, own in found.wide_columns.items()}
-        forwards |= dict.fromkeys(found.rows, _reduced_linear)
+        part = part._replace(padded=step.padded(layers))
+        cuts |= _own_cuts(layers, weights)
+        forwards |= {n: _padded(own, weights[f"{n}.weight"].shape[0]) for n, own in layers.wide_columns.items()}
+        forwards |= dict.fromkeys(layers.rows, _reduced_linear)
     shard = ShardPlan(part, cuts, forwards)
     _check_share(model, weights, shard)
     return shard
 
 
-def _own_cuts(found: LinearCuts, weights: Mapping[str, nn.Parameter]) -> dict[str, ShardedDim]:
+def _own_cuts(layers: LinearCuts, weights: Mapping[str, nn.Parameter]) -> dict[str, ShardedDim]:
     """Return the cuts of weights and biases of linear layers whose cuts were found in the captured step."""
-    cuts = {f"{name}.weight": ShardedDim(-2, 1, ranges) for name, ranges in found.columns.items()}
-    cuts |= {f"{name}.bias": ShardedDim(-1, 1, ranges) for name, ranges in found.columns.items()}
-    cuts |= {f"{name}.weight": ShardedDim(-1) for name in found.rows}
+    cuts = {f"{name}.weight": ShardedDim(-2, 1, ranges) for name, ranges in layers.columns.items()}
+    cuts |= {f"{name}.bias": ShardedDim(-1, 1, ranges) for name, ranges in layers.columns.items()}
+    cuts |= {f"{name}.weight": ShardedDim(-1) for name in layers.rows}
     return {name: cut for name, cut in cuts.items() if name in weights}
 
 

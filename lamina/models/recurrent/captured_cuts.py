@@ -73,14 +73,14 @@ class CapturedStep:
 
     def _inputs_of(self, call: fx.Node) -> set[str]:
         """Return the linear layers of which an attention reads Q."""
-        found, stack = set[str](), [call.args[0]]
+        names, stack = set[str](), [call.args[0]]
         while stack:
             node: Any = stack.pop()
             if node in self.linears:
-                found.add(self.linears[node])
+                names.add(self.linears[node])
             else:
                 stack += node.all_input_nodes
-        return found
+        return names
 
     def cuts(self, size: int, planned: Mapping[str, str]) -> LinearCuts:
         """Return the cuts for ``size`` ranks, which divides all heads. ``planned``: the linear layers that have a style
@@ -201,10 +201,10 @@ class _CutFinder:
         for node, mask in wanted:
             if isinstance(value := known.get(node), Tensor):
                 total = total + (value if mask is None else value * mask).sum()
-        found, needed = _gradients(total, self._given), dict[str, Tensor]()
+        gradients, needed = _gradients(total, self._given), dict[str, Tensor]()
         for node, name in step.linears.items():
             width = _shape(node)[-1]
-            own = found[node].view(-1, width).any(0) if node in found else torch.zeros(width, dtype=torch.bool)
+            own = gradients[node].view(-1, width).any(0) if node in gradients else torch.zeros(width, dtype=torch.bool)
             needed[name] = own | needed.get(name, own)
         return needed
 
@@ -212,12 +212,12 @@ class _CutFinder:
         """Return the layers from whose equal shares of columns ``row`` reads its share of inputs, with operators of
         single numbers alone in between; none if there are others.
         """
-        linears, between, found = self._step.linears, {row}, list[fx.Node]()
+        linears, between, layers = self._step.linears, {row}, list[fx.Node]()
         stack: list[Any] = [row.args[0]]
         while stack:
             node = stack.pop()
             if node in linears:
-                found.append(node)
+                layers.append(node)
             elif not is_pointwise(node):
                 return []
             else:
@@ -225,11 +225,11 @@ class _CutFinder:
                 stack += node.all_input_nodes
         readers = {
             user
-            for node in (*found, *(between - {row}))
+            for node in (*layers, *(between - {row}))
             for user in node.users
             if isinstance(user.meta.get("val"), Tensor)
         }
-        names = [linears[node] for node in found]
+        names = [linears[node] for node in layers]
         each = _shape(row.args[0])[-1] // self._size
         equal = tuple(((rank * each, (rank + 1) * each),) for rank in range(self._size))
         alone = all(list(linears.values()).count(name) == 1 and columns.get(name) == equal for name in names)
@@ -244,17 +244,17 @@ def _gradients(total: Tensor, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, 
     """Return the gradients that are not 0."""
     if not total.requires_grad:
         return {}
-    found = torch.autograd.grad(total, [*given.values()], retain_graph=True, allow_unused=True)
-    return {node: x for node, x in zip(given, found, strict=True) if x is not None and bool(x.any())}
+    gradients = torch.autograd.grad(total, [*given.values()], retain_graph=True, allow_unused=True)
+    return {node: x for node, x in zip(given, gradients, strict=True) if x is not None and bool(x.any())}
 
 
 def _readers_of_embeddings(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
     """Return what depends on embeddings, but not by ``sources`` alone: the residual stream, and norms of it."""
-    found = set[fx.Node]()
+    readers = set[fx.Node]()
     for node in graph.nodes:
-        if node not in sources and (operator_name(node) == "embedding" or not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node not in sources and (operator_name(node) == "embedding" or not readers.isdisjoint(node.all_input_nodes)):
+            readers.add(node)
+    return readers
 
 
 def _ranges(mask: Tensor) -> Ranges:

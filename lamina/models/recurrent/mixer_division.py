@@ -93,11 +93,11 @@ def shared_sums(graph: fx.Graph, call: fx.Node, masks: Sequence[Tensor]) -> list
 
 def _until_product(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
     """Return the operators that read a call's output, up to the next matrix products, which are left out."""
-    found = {call}
+    readers = {call}
     for node in graph.nodes:
-        if node.op == "call_function" and not is_expensive(node) and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return [node for node in graph.nodes if node in found and node is not call]
+        if node.op == "call_function" and not is_expensive(node) and not readers.isdisjoint(node.all_input_nodes):
+            readers.add(node)
+    return [node for node in graph.nodes if node in readers and node is not call]
 
 
 def _first_mixed(after: Sequence[fx.Node], lacks: Sequence[dict[fx.Node, Any]]) -> fx.Node | None:
