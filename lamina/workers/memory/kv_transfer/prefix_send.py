@@ -26,7 +26,7 @@ SILENCE_S = 60.0  # seconds without room in a prefill worker's inbox: it may com
 
 
 class PrefixSender:
-    """What is sent in one epoch. Only the thread that serves rounds calls ``send``."""
+    """The sends of one epoch. Only the thread that serves rounds calls ``send``."""
 
     def __init__(
         self,
