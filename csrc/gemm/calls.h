@@ -15,6 +15,7 @@ struct Calls {
   void (*linear)(void* engine, const Problem&, const void* x);  // throws std::bad_alloc
   void (*run)(void* engine, Pool::Piece, void* job, std::size_t count);  // see Pool::run
   std::size_t threads;
+  void (*row)(const Form&, const void* w, std::size_t k_size, std::size_t n, float* to);  // of quantized.h
 };
 
 }  // namespace lamina::gemm

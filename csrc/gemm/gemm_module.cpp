@@ -28,7 +28,7 @@ struct Engine {
                std::lock_guard<std::mutex> turn(engine->mutex);
                engine->pool.run(piece, job, count);
              },
-             pool.size()};
+             pool.size(), quantized::row};
   }
 
   // Callers take turns: the buffers below are those of one call.
@@ -70,6 +70,17 @@ struct Engine {
     pool.each(panels, SIZE_MAX, [&](std::size_t panel, std::size_t) {
       const std::size_t begin = panel * quantized::kCols, end = std::min(begin + quantized::kCols, cols);
       quantized::pack(form, from, cols, k_size, begin, end, to);
+    });
+  }
+
+  // Rows ids[0 .. count) of a quantized w, to y [count, k_size].
+  void quantized_rows(const Form& form, const std::int64_t* ids, const void* w, std::size_t count, std::size_t k_size,
+                      float* y) {
+    std::lock_guard<std::mutex> turn(mutex);
+    pool.each((count + kRowsPrepared - 1) / kRowsPrepared, SIZE_MAX, [&](std::size_t piece, std::size_t) {
+      const std::size_t begin = piece * kRowsPrepared, end = std::min(begin + kRowsPrepared, count);
+      for (std::size_t i = begin; i < end; ++i)
+        quantized::row(form, w, k_size, static_cast<std::size_t>(ids[i]), y + i * k_size);
     });
   }
 
@@ -171,6 +182,21 @@ PyObject* engine_pack_quantized(PyObject* self, PyObject* const* args, Py_ssize_
   return enough ? Py_NewRef(Py_None) : nullptr;
 }
 
+PyObject* engine_quantized_rows(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[12];
+  Form form;
+  if (!numbers("quantized_rows", args, count, 12, 9, v) || !form_of(v + 6, &form)) return nullptr;
+  const auto* const ids = static_cast<const std::int64_t*>(pointer(v[0]));
+  for (std::size_t i = 0; i < v[3]; ++i)
+    if (ids[i] < 0 || static_cast<unsigned long long>(ids[i]) >= v[4])
+      return PyErr_Format(PyExc_IndexError, "there are %llu rows, and not number %lld", v[4],
+                          static_cast<long long>(ids[i]));
+  Engine& engine = Object::engine_of(self);
+  auto* const y = static_cast<float*>(pointer(v[2]));
+  const bool enough = without_gil([&] { engine.quantized_rows(form, ids, pointer(v[1]), v[3], v[5], y); });
+  return enough ? Py_NewRef(Py_None) : nullptr;
+}
+
 // Runs a linear layer without the GIL.
 PyObject* run_linear(PyObject* self, const Problem& p, const void* x) {
   return without_gil([&] { Object::engine_of(self).linear(p, x); }) ? Py_NewRef(Py_None) : nullptr;
@@ -212,6 +238,7 @@ PyMethodDef engine_methods[] = {{"linear", method(engine_linear), METH_FASTCALL,
                                 {"quantized_bytes", method(engine_quantized_bytes), METH_FASTCALL, nullptr},
                                 {"pack_quantized", method(engine_pack_quantized), METH_FASTCALL, nullptr},
                                 {"linear_quantized", method(engine_linear_quantized), METH_FASTCALL, nullptr},
+                                {"quantized_rows", method(engine_quantized_rows), METH_FASTCALL, nullptr},
                                 {"calls", engine_calls, METH_NOARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 

@@ -20,7 +20,41 @@ void pack_codes(const Form& form, const std::uint8_t* from, std::size_t count, s
   }
 }
 
+float number(const char* at, Type type) {
+  float wide;
+  std::uint16_t bits;
+  switch (type) {
+    case Type::kFloat: std::memcpy(&wide, at, sizeof wide); return wide;
+    case Type::kBf16: std::memcpy(&bits, at, sizeof bits); return to_float(Bf16{bits});
+    default: std::memcpy(&bits, at, sizeof bits); return to_float(Half{bits});
+  }
+}
+
+// The number q of a column's code at k in a block.
+float code(const Form& form, const char* block, std::size_t k, std::size_t column) {
+  if (form.bits == 8) return static_cast<signed char>(block[(k / 2 * kCols + column) * 2 + k % 2]);
+  std::uint32_t word;
+  std::memcpy(&word, block + (k / kCodesTogether * kCols + column) * sizeof word, sizeof word);
+  const std::size_t i = k % kCodesTogether;
+  return form.values[word >> (i / 2 * 4 + i % 2 * 16) & 15];
+}
+
 }  // namespace
+
+void row(const Form& form, const void* w, std::size_t k_size, std::size_t n, float* to) {
+  const Layout layout(form);
+  const std::size_t all = blocks(form, k_size), column = n % kCols;
+  const char* const panel = static_cast<const char*>(w) + n / kCols * layout.panel(all);
+  for (std::size_t b = 0; b < all; ++b, to += form.block) {
+    const char* const at = panel + b * layout.parameters + column * (layout.values / kCols);
+    const char* const codes = panel + layout.codes + b * layout.step;
+    const float scale = number(at, form.scales), offset = form.offsets ? number(at + layout.values, form.scales) : 0;
+    for (std::size_t k = 0, count = std::min(form.block, k_size - b * form.block); k < count; ++k) {
+      const float product = scale * code(form, codes, k, column);
+      to[k] = form.offsets ? product + offset : product;
+    }
+  }
+}
 
 void pack(const Form& form, const Plain& from, std::size_t cols, std::size_t k_size, std::size_t begin, std::size_t end,
           void* to) {

@@ -56,6 +56,9 @@ struct Plain {
 void pack(const Form& form, const Plain& from, std::size_t cols, std::size_t k_size, std::size_t begin, std::size_t end,
           void* to);
 
+// Row n of a packed w to floats. The product of q and its scale is rounded, then the sum with its offset.
+void row(const Form& form, const void* w, std::size_t k_size, std::size_t n, float* to);
+
 extern const Kernel kAvx512Bf16;  // of bf16
 extern const Kernel kAvx512[3], kAvx2[3];  // by Type
 

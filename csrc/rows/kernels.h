@@ -262,6 +262,11 @@ inline bool look_up(const Instruction& each, const Slot* slots, std::int64_t row
       known = false;
       return;
     }
+    if (each.form) {
+      each.row(*each.form, place(table, slots, 0), static_cast<std::size_t>(each.inner), static_cast<std::size_t>(id),
+               reinterpret_cast<float*>(element(y, place(y, slots, row), i, j, k)));
+      return;
+    }
     const std::size_t bytes = size_of(table.type);
     std::memcpy(element(y, place(y, slots, row), i, j, k), place(table, slots, 0) + id * each.leading * bytes,
                 each.inner * bytes);

@@ -72,7 +72,8 @@ enum class Kind : std::uint8_t { kElements, kMean, kLayerNorm, kLinear, kLookUp,
 // kElements: `steps` for each of sizes[0] x sizes[1] x sizes[2] x inner elements.
 // kMean: of the `inner` elements of view 0, or of what `steps` leave in register n, to view 1. kLayerNorm: of view 0 to view 1, weight view 2, bias view 3 or none.
 // kLinear: x view 0, y view 1, w view 2 [n, inner], bias view 3 or none. It has `sizes[2]` rows for each row. Rows of w
-// are `leading` elements apart, 0 if w is packed; a quantized w is packed, in `form`. kLookUp: row view 0 of the table view 2, which has `n` rows of `inner`, to view 1.
+// are `leading` elements apart, 0 if w is packed; a quantized w is packed, in `form`. kLookUp: row view 0 of the table view 2, which has `n` rows of `inner`, to view 1. Of a quantized
+// table, in `form`, rows become floats by `row`.
 // kAddInt: view 0 plus `value` to view 1.
 struct Instruction {
   Kind kind;
@@ -82,6 +83,7 @@ struct Instruction {
   std::vector<View> views;
   std::vector<Step> steps;
   std::optional<gemm::Form> form;
+  decltype(gemm::Calls::row) row;
 };
 
 // `slots`: pointer and bytes from row to row of each.

@@ -55,7 +55,8 @@ Instruction read_instruction(Reader& in, std::int64_t slots) {
     each.steps.push_back(step);
   }
   each.form = read_form(in);
-  if (each.form && (each.kind != Kind::kLinear || each.leading)) in.failed = true;
+  const bool takes_form = each.kind == Kind::kLinear || each.kind == Kind::kLookUp;
+  if (each.form && (!takes_form || each.leading)) in.failed = true;
   return each;
 }
 
@@ -71,6 +72,8 @@ bool fits(const Instruction& each, const std::vector<std::int64_t>& row_bytes) {
       if (view.type == Type::kInt || view.type != each.views[0].type) return false;
       if (!each.leading && !each.form && view.type != Type::kBf16) return false;  // others are not packed
     }
+    if (each.kind == Kind::kLookUp && each.form && i < 2 && (view.type != (i ? Type::kFloat : Type::kInt)))
+      return false;
     if (!room || each.kind == Kind::kLinear) continue;  // weights; rows of a linear layer have no steps
     __int128 end = last(each.inner, view.inner) + 1;
     for (std::size_t d = 0; d < kDims; ++d) end += last(each.sizes[d], view.outer[d]);
@@ -123,6 +126,7 @@ void read(Program& program, Reader& in) {
   const std::int64_t count = in.next(0, 1 << 16);
   for (std::int64_t i = 0; i < count && !in.failed; ++i) {
     program.instructions.push_back(read_instruction(in, slots));
+    program.instructions.back().row = program.calls->row;
     if (!in.failed && !fits(program.instructions.back(), program.row_bytes)) in.failed = true;
   }
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lamina.ops.gemm import get
 from lamina.ops.gemm.quantized import GROUPS, INT4, UINT4, QuantizedWeight
-from lamina.ops.gemm.quantized_op import QUANTIZED_EXPERTS_OP, QUANTIZED_LINEAR_OP
+from lamina.ops.gemm.quantized_op import QUANTIZED_EXPERTS_OP, QUANTIZED_LINEAR_OP, QUANTIZED_ROWS_OP
 
 pytestmark = pytest.mark.no_retry
 
@@ -116,6 +116,25 @@ def test_every_variant_gives_the_bits_of_the_definition(
     layer, due = Layer(backend, w), defined(x, w, b)
     for count in (1, 2, 3, 4, 5, 8, 9, 16, 21):
         assert torch.equal(layer.linear(x[:count], b), due[:count]), f"{count} rows"
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize(("bits", "group"), FORMS, ids=str)
+@pytest.mark.parametrize("offsets", [False, True], ids=["", "offsets"])
+def test_rows_of_a_packed_weight_are_its_numbers(name: str, bits: int, group: int | None, offsets: bool) -> None:
+    backend = open_entry(name)
+    for scales, k in ((torch.bfloat16, 384), (torch.float16, 384), (torch.float32, 384 if group else 200)):
+        w = weight(70, k, bits, group, offsets=offsets, scales=scales, values=UINT4 if offsets else INT4)
+        spread = [np.repeat(x.float().numpy(), w.group, 1) for x in (w.scales, w.offsets) if x is not None]
+        due = w.q().numpy() * spread[0] + (spread[1] if offsets else np.float32(0))
+        packed = backend.pack_quantized(w)
+        for ids in (torch.tensor([[3, 69], [0, 33]]), torch.arange(70).flip(0), torch.empty(0, dtype=torch.int64)):
+            found = QUANTIZED_ROWS_OP(ids, packed.data, packed.form)
+            assert torch.equal(found, torch.from_numpy(due)[ids])
+            assert torch.equal(backend.quantized_rows(ids, packed.data, packed.form), found)
+    for wrong in (70, -1):
+        with pytest.raises(IndexError, match="there are 70 rows"):
+            backend.quantized_rows(torch.tensor([1, wrong]), packed.data, packed.form)
 
 
 def bound(name: str, x: Tensor, w: QuantizedWeight, b: Tensor, exact: Tensor) -> Tensor:

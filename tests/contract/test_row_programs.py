@@ -25,7 +25,7 @@ from lamina.ops import gemm, rows
 from lamina.ops.gemm.packed_memory import PrivateMemory
 from lamina.ops.gemm.packing import packed_weights
 from lamina.ops.gemm.quantized import QuantizedWeight
-from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
+from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP, QUANTIZED_ROWS_OP
 from lamina.ops.rows import program as row_program
 from lamina.ops.rows._rows import Chain, Program
 from lamina.ops.rows.instructions import Instruction, Operation, UnsupportedError, View, encode, registers_of
@@ -454,6 +454,25 @@ def test_ids_are_looked_up_and_positions_counted() -> None:
     for wrong in (torch.tensor([[3], [9], [0]]), torch.tensor([[3], [-1], [0]])):
         with pytest.raises(IndexError, match="^a row looks up what the table has not$"):
             unit(wrong, at)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 0), (8, 128), (8, 0)])
+def test_ids_are_looked_up_in_a_quantized_table(bits: int, group: int, dtype: torch.dtype) -> None:
+    native, w = gemm.get("native", 2), quantized(70, 384, bits, group, torch.float32)
+    data, form = native.pack_quantized(w)
+    part = Part(lambda w, ids: QUANTIZED_ROWS_OP(ids, w, form).to(dtype) + 1, [data])
+    ids, due = torch.tensor([[3], [69], [0]]), w.dequantized(torch.float32).to(dtype) + 1
+    units = rows.bind_rows(exported(part, (ids,)), native)
+    (chain,) = rows.chain_slices(units).slices
+    assert isinstance(chain, ChainedSlice), "the look-up was left to torch"
+    for count in (3, 300):
+        some = ids.repeat(count // 3, 1)
+        for found in (chain(some), units.slices[0](some)):
+            assert torch.equal(found[0], due[some])
+    for wrong in (70, -1):
+        with pytest.raises(IndexError, match="^a row looks up what the table has not$"):
+            units.slices[0](torch.tensor([[3], [wrong], [0]]))
 
 
 def test_what_no_instruction_does_stays_torchs() -> None:

@@ -83,6 +83,12 @@ class LinearBackend(Protocol):
         """
         ...
 
+    def quantized_rows(self, ids: Tensor, data: Tensor, form: str) -> Tensor:
+        """Return rows ``ids`` [...], int64, of the packed weight (data, form) [N, K]: [..., K], in fp32. Of a number,
+        the product by its scale is rounded, and the sum with its offset. Raises IndexError for a row that there is not.
+        """
+        ...
+
 
 def get(name: str, threads: int) -> LinearBackend:
     """Open the backend ``name``; "auto" is the first entry of the table that this machine can run. Raises ValueError
@@ -117,11 +123,12 @@ def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
 
     from lamina.converter import redirect
 
-    from .quantized_op import QUANTIZED_EXPERTS_OP, QUANTIZED_LINEAR_OP
+    from .quantized_op import QUANTIZED_EXPERTS_OP, QUANTIZED_LINEAR_OP, QUANTIZED_ROWS_OP
 
     methods = {
         torch.ops.aten.linear.default: "linear",
         QUANTIZED_LINEAR_OP: "linear_quantized",
         QUANTIZED_EXPERTS_OP: "linear_quantized_experts",
+        QUANTIZED_ROWS_OP: "quantized_rows",
     }
     return redirect(program, "gemm", backend, methods)

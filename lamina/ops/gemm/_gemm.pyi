@@ -85,5 +85,26 @@ class Engine:
     ) -> None:
         """The same as ``linear`` for w that ``pack_quantized`` wrote."""
 
+    def quantized_rows(
+        self,
+        ids: int,
+        w: int,
+        y: int,
+        count: int,
+        cols: int,
+        k_size: int,
+        bits: int,
+        block: int,
+        by_channel: int,
+        scale_type: int,
+        has_offsets: int,
+        values: int,
+        /,
+    ) -> None:
+        """Write rows of w, which ``pack_quantized`` wrote, to ``y`` [count, k_size], in fp32; the GIL is released.
+
+        ``ids``: int64 [count]. Raises IndexError if one is no row of w.
+        """
+
     def calls(self) -> object:
         """A capsule of csrc/gemm/calls.h, which does not keep the engine."""

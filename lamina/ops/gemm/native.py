@@ -115,6 +115,14 @@ class NativeLinear:
             self.engine.linear_quantized(*addresses, TYPES[x.dtype], rows, cols, k_size, *known.numbers)
         return y
 
+    def quantized_rows(self, ids: Tensor, data: Tensor, form: str) -> Tensor:
+        """Return rows ``ids`` [...] of the packed weight: [..., K], in fp32."""
+        known, ids = native_form(form), ids.contiguous()
+        y = torch.empty(*ids.shape, known.form.k_size)
+        sizes = ids.numel(), known.form.cols, known.form.k_size
+        self.engine.quantized_rows(ids.data_ptr(), data.data_ptr(), y.data_ptr(), *sizes, *known.numbers)
+        return y
+
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """Return x [..., K] times w [N, K] plus b [N], [..., N], all of one dtype; without native code, torch computes
         it.

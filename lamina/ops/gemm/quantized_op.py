@@ -1,5 +1,5 @@
-"""The operators of layers whose weights are quantized: ``quantized_linear`` and ``quantized_experts`` of
-``torch.ops.lamina``.
+"""The operators of layers whose weights are quantized: ``quantized_linear``, ``quantized_experts`` and
+``quantized_rows`` of ``torch.ops.lamina``.
 
 They are captured with the model and stay in its slices, where ``lamina.ops.gemm.bind`` gives them the worker's backend.
 Until then the backend that has packed the weight computes it on threads of its own, so that a slice can be tried.
@@ -43,6 +43,17 @@ def _(x: Tensor, data: Tensor, ids: Tensor, b: Tensor | None, form: str) -> Tens
     return x.new_empty(*x.shape[:-1], PackedForm.decode(form).cols)
 
 
+@torch.library.custom_op("lamina::quantized_rows", mutates_args=())
+def quantized_rows(ids: Tensor, data: Tensor, form: str) -> Tensor:
+    """Return rows ``ids`` [...] of the packed weight (data, form) [N, K]: [..., K], in fp32."""
+    return _backend(PackedForm.decode(form).order, torch.get_num_threads()).quantized_rows(ids, data, form)
+
+
+@quantized_rows.register_fake
+def _(ids: Tensor, data: Tensor, form: str) -> Tensor:
+    return ids.new_empty(*ids.shape, PackedForm.decode(form).k_size, dtype=torch.float32)
+
+
 @cache
 def _backend(name: str, threads: int) -> LinearBackend:
     backend: LinearBackend = import_module(f".{name}", __package__).open_backend(threads)
@@ -51,3 +62,4 @@ def _backend(name: str, threads: int) -> LinearBackend:
 
 QUANTIZED_LINEAR_OP = torch.ops.lamina.quantized_linear.default
 QUANTIZED_EXPERTS_OP = torch.ops.lamina.quantized_experts.default
+QUANTIZED_ROWS_OP = torch.ops.lamina.quantized_rows.default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,6 +56,16 @@ class TorchLinear:
     def linear_quantized_experts(self, x: Tensor, data: Tensor, ids: Tensor, b: Tensor | None, form: str) -> Tensor:
         """Return each row of x [rows, K] times the packed weight number ids[row] plus b[ids[row]]: [rows, N]."""
         return by_expert(self.linear_quantized, x, data, ids, b, form)
+
+    def quantized_rows(self, ids: Tensor, data: Tensor, form: str) -> Tensor:
+        """Return rows ``ids`` [...] of the packed weight: [..., K], in fp32."""
+        known = PackedForm.decode(form)
+        w, rows = _unpacked(data, known), ids.reshape(-1)
+        if bool(((rows < 0) | (rows >= known.cols)).any()):
+            raise IndexError(f"there are {known.cols} rows, and not {int(rows.min())} to {int(rows.max())}")
+        offsets = None if w.offsets is None else w.offsets[rows]
+        own = replace(w, codes=w.codes[rows], scales=w.scales[rows], offsets=offsets)
+        return own.dequantized(torch.float32).view(*ids.shape, known.k_size)
 
     def max_engine_rows(self, dtype: torch.dtype) -> int:
         """Return 0: there is no engine."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lamina.ops.gemm.native import native_form
-from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
+from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP, QUANTIZED_ROWS_OP
 
 from .instructions import ROUND, Instruction, Operation, UnsupportedError, View
 from .lowering import Lowering, Rule, check_no_options, name_of
@@ -187,9 +187,24 @@ def _embedding(self: Lowering, node: fx.Node, table: Any, ids: Any, *_: Any) -> 
     return to
 
 
+def _quantized_rows(self: Lowering, node: fx.Node, ids: Any, table: Any, form: str) -> View:
+    try:
+        known = native_form(form)
+    except ValueError as e:
+        raise UnsupportedError(str(e)) from e
+    weight, view = self.quantized_weight(table), self.view(ids)
+    if self.is_static(ids) or view.dtype != torch.int64:
+        raise UnsupportedError("a table that has rows")
+    to, shape = self.new(torch.float32, self.shape_of(node)), (*view.shape, known.form.k_size)
+    views = [view, to, weight]
+    self.instructions.append(Instruction("look_up", shape, views=views, n=known.form.cols, form=known))
+    return to
+
+
 RULES: dict[str, Rule] = {
     **{name: _unary(op) for name, op in UNARY.items()},
     **{name: _binary(name) for name in BINARY},
     "pow": _pow, "gelu": _gelu, "clamp": _clamp, "mean": _mean, "layer_norm": _layer_norm, "linear": _linear,
     "matmul": _matmul, "embedding": _embedding, str(QUANTIZED_LINEAR_OP): _quantized_linear,
+    str(QUANTIZED_ROWS_OP): _quantized_rows,
 }  # fmt: skip
