@@ -22,6 +22,7 @@ from lamina.ops.collective.op import ALL_GATHER_OP, ALL_REDUCE_OP
 
 from .attention_routing import DecodeStep, WeightShard, routed_attention
 from .errors import UnsupportedModelError
+from .quantization.quantized_embedding import QuantizedEmbedding
 from .quantization.quantized_linear import QuantizedLinear
 from .recurrent.captured_cuts import LinearCuts, Ranges, capture_step
 from .recurrent.mixer_routing import routed_mixers
@@ -246,7 +247,8 @@ def _padded(ranges: Sequence[Ranges], width: int) -> MakeForward:
 
 
 def _reduced_lookup(module: Any, part: WeightShard) -> Forward:
-    inner, count = module.forward, module.weight.shape[0]
+    inner = module.forward
+    count = module.num_embeddings if isinstance(module, QuantizedEmbedding) else module.weight.shape[0]
     module.padding_idx = None  # only matters to gradients, and may lie outside of this part
 
     def forward(ids: Tensor) -> Tensor:

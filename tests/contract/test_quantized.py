@@ -132,6 +132,13 @@ def test_rows_of_a_packed_weight_are_its_numbers(name: str, bits: int, group: in
             found = QUANTIZED_ROWS_OP(ids, packed.data, packed.form)
             assert torch.equal(found, torch.from_numpy(due)[ids])
             assert torch.equal(backend.quantized_rows(ids, packed.data, packed.form), found)
+    torch.set_default_dtype(torch.float16)  # as a thread may that makes a model
+    try:
+        other = weight(70, 384, bits, group, offsets=offsets, values=tuple(x / 2 for x in w.values))
+        packed, due = backend.pack_quantized(other), other.dequantized(torch.float32)
+        assert torch.equal(backend.quantized_rows(torch.arange(70), packed.data, packed.form), due)
+    finally:
+        torch.set_default_dtype(torch.float32)
     for wrong in (70, -1):
         with pytest.raises(IndexError, match="there are 70 rows"):
             backend.quantized_rows(torch.tensor([1, wrong]), packed.data, packed.form)

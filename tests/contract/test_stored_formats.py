@@ -34,7 +34,7 @@ pytestmark = pytest.mark.no_retry
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/oracle.json"))
 UNPACKED = {"llama_fp8_channel", "llama_nvfp4"}  # become numbers of the model's dtype
-REORDERED = "llama_gptq_act"  # picks numbers of rows, which torch does
+REORDERED = {"llama_gptq_act", "llama_int4_act"}  # pick numbers of rows, which torch does
 BOUND = 1e-4  # of the spread of logits
 
 
@@ -67,7 +67,7 @@ def test_logits_are_those_of_the_formats_own_library(name: str, entry: str) -> N
     assert worst(model, oracle(name)) > BOUND, "another weight would not be seen"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNPACKED | {REORDERED}])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNPACKED | REORDERED])
 def test_slices_of_packed_layers_are_native_programs(name: str) -> None:
     backend = get("native", 1)
     program = bind_rows(convert_model(load(CHECKPOINTS / name, backend=backend).model, max_model_len=64), backend)
@@ -131,6 +131,12 @@ UP = "model.layers.1.mlp.up_proj"
             lambda t: t.update({f"{UP}.g_idx": t[f"{UP}.g_idx"].float()}),
             f"{UP}.g_idx is of torch.float32: whole numbers are read",
         ),
+        ("llama_int4_act", lambda t: t[f"{UP}.weight_g_idx"].fill_(1), f"{UP}.weight_g_idx has no groups of one size"),
+        (
+            "llama_int4_act",
+            lambda t: t.update({f"{UP}.weight_g_idx": t[f"{UP}.weight_g_idx"][:9]}),
+            rf"{UP}.weight_g_idx \[9\] does not fit 64 inputs",
+        ),
         (
             "llama_mxfp4",
             lambda t: t[f"{UP}.weight_scale"].fill_(255),
@@ -147,10 +153,11 @@ def test_bad_tensors_are_refused_by_name(
     assert "\n" not in str(refused.value)
 
 
-def test_ranks_do_not_share_groups_of_any_inputs() -> None:
-    words = r"--tensor-parallel-size 2 cuts .*, whose groups have inputs of all ranks \(desc_act\): use one rank"
+@pytest.mark.parametrize("name", sorted(REORDERED))
+def test_ranks_do_not_share_groups_of_any_inputs(name: str) -> None:
+    words = r"--tensor-parallel-size 2 cuts .*, whose groups have inputs of all ranks \(desc_act, actorder\): use one"
     with pytest.raises(ModelError, match=words):
-        load(CHECKPOINTS / REORDERED, backend=get("native", 1), rank=0, size=2)
+        load(CHECKPOINTS / name, backend=get("native", 1), rank=0, size=2)
 
 
 def test_biases_of_zeros_in_layers_without_biases(tmp_path: Path) -> None:

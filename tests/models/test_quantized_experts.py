@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.ops.gemm import get
 
 pytestmark = pytest.mark.no_retry
-GROUP, SIZE = 32, {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "vocab_size": 160}
+GROUP, SIZE = 32, {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16, "vocab_size": 160}
 CONFIG: dict[str, Any] = SIZE | {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4,
     "num_experts_per_tok": 2, "max_position_embeddings": 128, "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -49,7 +50,7 @@ def scales(*shape: int) -> Tensor:
     return (0.03 + 0.03 * torch.rand(shape)).half()
 
 
-def awq(outputs: int, inputs: int) -> tuple[Stored, list[list[float]]]:
+def awq(outputs: int, inputs: int, name: str) -> tuple[Stored, list[list[float]]]:
     groups = inputs // GROUP
     stored = {"qweight": words(inputs, outputs // 8), "qzeros": words(groups, outputs // 8)}
     stored["scales"] = scales(groups, outputs)
@@ -62,13 +63,18 @@ def awq(outputs: int, inputs: int) -> tuple[Stored, list[list[float]]]:
     return stored, w
 
 
-def gptq(bits: int, added: int, *, mixed: bool) -> Callable[[int, int], tuple[Stored, list[list[float]]]]:
-    def made(outputs: int, inputs: int) -> tuple[Stored, list[list[float]]]:
+def gptq(
+    bits: int, added: int, *, mixed: bool, joined: str = "up_proj"
+) -> Callable[[int, int, str], tuple[Stored, list[list[float]]]]:
+    """``mixed``: groups have any inputs, the same for gate and up unless their names are not ``joined``."""
+
+    def made(outputs: int, inputs: int, name: str) -> tuple[Stored, list[list[float]]]:
         groups, count = inputs // GROUP, 32 // bits
         stored = {"qweight": words(inputs // count, outputs), "qzeros": words(groups, outputs // count)}
         stored["scales"] = (scales(groups, outputs).float() * 16 / 2**bits).half()
         of = torch.arange(inputs) // GROUP
-        stored["g_idx"] = (of[torch.randperm(inputs)] if mixed else of).int()
+        draw = torch.Generator().manual_seed(crc32(name.replace(joined, "gate_proj").encode()))
+        stored["g_idx"] = (of[torch.randperm(inputs, generator=draw)] if mixed else of).int()
         q, z, s = stored["qweight"].T.tolist(), stored["qzeros"].tolist(), stored["scales"].tolist()
         of = stored["g_idx"].tolist()
         w = [
@@ -80,7 +86,7 @@ def gptq(bits: int, added: int, *, mixed: bool) -> Callable[[int, int], tuple[St
     return made
 
 
-def int4(outputs: int, inputs: int) -> tuple[Stored, list[list[float]]]:
+def int4(outputs: int, inputs: int, name: str) -> tuple[Stored, list[list[float]]]:
     """compressed-tensors, pack-quantized and symmetric."""
     stored = {"weight_packed": words(outputs, inputs // 8), "weight_scale": scales(outputs, inputs // GROUP)}
     stored["weight_shape"] = torch.tensor([outputs, inputs])
@@ -88,7 +94,30 @@ def int4(outputs: int, inputs: int) -> tuple[Stored, list[list[float]]]:
     return stored, [[s[n][k // GROUP] * (nibble(q, n, k) - 8) for k in range(inputs)] for n in range(outputs)]
 
 
+def w8a8(outputs: int, inputs: int, name: str) -> tuple[Stored, list[list[float]]]:
+    """compressed-tensors, int-quantized by channel."""
+    stored = {"weight": torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)}
+    stored["weight_scale"] = scales(outputs, 1) / 16
+    s = stored["weight_scale"].tolist()
+    return stored, [[s[n][0] * q for q in row] for n, row in enumerate(stored["weight"].tolist())]
+
+
+def mxfp4(outputs: int, inputs: int, name: str) -> tuple[Stored, list[list[float]]]:
+    """compressed-tensors, mxfp4-pack-quantized: a byte has the even input's number in its lower half."""
+    stored = {"weight_packed": torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)}
+    stored["weight_scale"] = torch.randint(120, 124, (outputs, inputs // 32), dtype=torch.uint8)
+    q, s = stored["weight_packed"].tolist(), stored["weight_scale"].tolist()
+
+    def at(n: int, k: int) -> float:
+        code = q[n][k // 2] >> 4 * (k % 2) & 15
+        return (-1.0) ** (code >> 3) * E2M1[code & 7] * 2.0 ** (s[n][k // 32] - 127)
+
+    return stored, [[at(n, k) for k in range(inputs)] for n in range(outputs)]
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WEIGHTS = {"num_bits": 4, "group_size": GROUP, "strategy": "group", "symmetric": True, "type": "int"}
+BY_ACTIVATION = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "gptq": (gptq(4, 1, mixed=False), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}),
@@ -97,7 +126,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
     ),
     "gptq_8": (gptq(8, 1, mixed=False), {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
-    "gptq_act": (gptq(4, 1, mixed=True), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
+    "gptq_act": (gptq(4, 1, mixed=True), BY_ACTIVATION),
+    "gptq_apart": (gptq(4, 1, mixed=True, joined="none"), BY_ACTIVATION),
     "int4": (
         int4,
         {
@@ -106,6 +136,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
         },
     ),
+    "w8a8": (w8a8, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
+    "mxfp4": (mxfp4, {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}),
 }
 
 
@@ -121,7 +153,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Pat
     for name, w in plain.items():
         known[name] = tensors[name] = w.half().contiguous()
         if name.endswith("_proj.weight"):
-            stored, numbers = make(*w.shape)
+            stored, numbers = make(*w.shape, name)
             known[name] = torch.tensor(numbers)
             del tensors[name]
             tensors |= {f"{name.removesuffix('.weight')}.{kind}": t for kind, t in stored.items()}
@@ -147,10 +179,11 @@ def test_experts(checkpoint: tuple[str, Path, Any]) -> None:
     packed = sum(isinstance(module, QuantizedLinear) for module in model.modules())
     assert packed == 8  # the projections of attention
     experts = [module for module in model.modules() if isinstance(module, ExpertWeights)]
-    assert len(experts) == (0 if name == "gptq_act" else 4)
+    assert len(experts) == (0 if name == "gptq_apart" else 4)
     assert error(model, right) < 1e-4
     tensors = load_file(path / "model.safetensors")
-    kind = "weight_packed" if name == "int4" else "qweight"
-    tensors[f"model.layers.1.mlp.experts.2.up_proj.{kind}"][0] ^= 0x00F00F00
+    parts = (f"model.layers.1.mlp.experts.2.up_proj.{kind}" for kind in ("weight_packed", "qweight", "weight"))
+    changed = next(tensors[part] for part in parts if part in tensors)
+    changed.view(torch.uint8)[0] ^= 0x5A
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     assert error(load(path, dtype="float32", backend=get("native", 1)).model, right) > 1e-3

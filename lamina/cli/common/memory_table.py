@@ -137,6 +137,7 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     from lamina.models.meta_capture import check_plannable, plan_cuts
     from lamina.models.quantization.pack_experts import PackedExperts
     from lamina.models.quantization.pack_weights import PackedLayer, replace_layers
+    from lamina.models.quantization.quantized_linear import QuantizedLinear
     from lamina.models.quantization.round_to_nearest import BY_NAME
     from lamina.models.read_shard import WHOLE, weight_bytes
     from lamina.models.weight_names import check_all_used
@@ -169,7 +170,8 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     if on_cpu:
         kept = replace_layers(planned.model, directory, planned.shard or WHOLE, backend, rounding)
     stored = weight_bytes(planned.model, directory, planned.shard)
-    linear = [each.layer for each in kept if isinstance(each, PackedLayer)]
+    layers_of = [layer for each in kept if isinstance(each, PackedLayer) for layer in each.layers]
+    linear = [layer for layer in layers_of if isinstance(layer, QuantizedLinear)]
     quantized = sum(backend.packed_bytes(dtype, layer.out_features, layer.in_features) for layer in linear)
     packed, shared = (0, 0) if in_process else _packed(planned.program, backend, config, stored, free, quantized)
     return _RankFacts(

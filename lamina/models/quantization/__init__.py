@@ -40,7 +40,10 @@ _REFUSED = {
 # Scales of stored K and V, which Lamina stores in the format that --kv-cache-dtype names.
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point")
 
-Read = Callable[[str], "Tensor"]  # returns the stored tensor of a name; a plan gets tensors on the meta device
+# The ends of names of tensors that say which input belongs to which group.
+INPUT_GROUPS = ("g_idx",)
+# Returns the stored tensor of a name. A plan gets tensors on the meta device, but for INPUT_GROUPS.
+Read = Callable[[str], "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class QuantizedTensor:
     the names of all of them, those included that are not needed.
 
     ``packed`` reads them as codes with scales; None if they are no such codes, or no 2-D weight. ``experts`` does so
-    with a weight of three dimensions, [N, K] of one expert after the other. ``values`` returns what the format defines,
-    in fp32. All raise ModelError that names the stored tensor at fault.
+    with a weight of three dimensions: it yields [N, K] of each expert, or None if its parts have several forms.
+    ``values`` returns what the format defines, in fp32. All raise ModelError that names the stored tensor at fault.
     """
 
     name: str
@@ -58,7 +61,7 @@ class QuantizedTensor:
     parts: tuple[str, ...]
     values: Callable[[Read], Tensor]
     packed: Callable[[Read], GroupedCodes] | None = None
-    experts: Callable[[Read], Iterator[GroupedCodes]] | None = None
+    experts: Callable[[Read], Iterator[GroupedCodes | None]] | None = None
 
 
 class StoredFormat(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 from lamina.models.errors import ModelError, UnsupportedModelError
 
 from . import QuantizedTensor, Read
-from .grouped_codes import E2M1, GroupedCodes, check_scales, powers_of_two, unpack_int32, unpack_nibbles
+from .grouped_codes import E2M1, GroupedCodes, by_groups, check_scales, powers_of_two, unpack_int32, unpack_nibbles
 from .scaled_floats import FP8, scaled_float
 
 if TYPE_CHECKING:
@@ -74,11 +74,6 @@ class CompressedTensors:
             return _fp4(base, parts, stored)
         if packed.dtype != "I32" or len(packed.shape) != 2:
             raise ModelError(f"{packed.name} is {packed.dtype} {list(packed.shape)}, not int32 [N, words]")
-        if f"{base}.weight_g_idx" in stored:
-            raise UnsupportedModelError(
-                f"{base}.weight_g_idx orders inputs by activation, which is not read: use a checkpoint with "
-                f"actorder=static or without"
-            )
         columns, words = packed.shape
         groups = scale.shape[-1] if len(scale.shape) == 2 else 1
         bits, size = self._scheme_of(base, words, groups, f"{base}.weight_zero_point" in stored)
@@ -162,9 +157,16 @@ def _integers(base: str, parts: tuple[str, ...], shape: tuple[int, int], bits: i
             zero = unpack_int32(stored.T, bits).T[:columns].float() - (1 << (bits - 1))
             scales = scales.float()
             offsets = -scales * zero
-        return GroupedCodes(q, scales, offsets)
+        plain, order = GroupedCodes(q, scales, offsets), f"{base}.weight_g_idx"
+        return by_groups(order, _groups_of(read(order), plain), plain) if order in parts else plain
 
     return QuantizedTensor(f"{base}.weight", shape, parts, lambda read: codes(read).dequantized(), codes)
+
+
+def _groups_of(stored: Tensor, plain: GroupedCodes) -> Tensor:
+    """Return the group of each input. A library that has put none in order stores -1 for all."""
+    is_unset = bool((stored == -1).all())
+    return torch.arange(plain.codes.shape[1]) // plain.group if is_unset else stored
 
 
 def _fp4(base: str, parts: tuple[str, ...], stored: Mapping[str, StoredWeight]) -> QuantizedTensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +23,17 @@ from lamina.models.model_files import check_counts, one_line
 from . import QuantizedTensor, Read
 from .gguf_blocks import PACKED, grouped_codes
 from .gguf_file import check_file, parts_of
-from .grouped_codes import GroupedCodes
+from .grouped_codes import GroupedCodes, joined
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MOST_ITEMS = 10_000  # of an array that has a value for each layer; larger ones are vocabularies
 _TOKENS = "tokenizer.ggml.tokens"
 _LOCK = threading.Lock()
 _CHECKED = 1 << 20  # numbers at once
+_SIZES_OF_EXPERTS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 
 
 def read_config(path: Path) -> Any:
@@ -42,6 +47,8 @@ def read_config(path: Path) -> Any:
         raise UnsupportedModelError(f"{path}: transformers has no architecture {kind!r}")
     check_counts(str(path), settings)
     try:
+        known = AutoConfig.for_model(kind)
+        settings |= {name: size for name, size in _sizes_of_experts(path).items() if hasattr(known, name)}
         config = AutoConfig.for_model(kind, **settings)
     except Exception as error:  # any class, as architectures have their own checks
         raise ModelError(f"{path} has no valid configuration: {one_line(error)}") from error
@@ -49,6 +56,14 @@ def read_config(path: Path) -> Any:
     plain = [_FLOATS[name] for name in _FLOATS if name in kinds] if kinds <= _FLOATS.keys() else []
     config.dtype = plain[0] if len(plain) == 1 else torch.bfloat16
     return config
+
+
+def _sizes_of_experts(path: Path) -> dict[str, int]:
+    """Return what transformers does not read of a file: without it, experts have the sizes of the first such model."""
+    fields = _reader(path, _stamp(path)).fields
+    architecture = fields["general.architecture"].contents()
+    known = {name: fields.get(f"{architecture}.{field}") for field, name in _SIZES_OF_EXPERTS.items()}
+    return {name: int(field.contents()) for name, field in known.items() if field is not None}
 
 
 def stored_weights(path: Path) -> list[QuantizedTensor]:
@@ -64,8 +79,13 @@ def tensor_reader(path: Path) -> Read:
 
 def meta_reader(path: Path) -> Read:
     """Return the same function for tensors on the meta device."""
-    read = tensor_reader(path)
-    return lambda name: torch.empty_like(read(name), device="meta")
+    tensors = {tensor.name: tensor for tensor in _reader(path, _stamp(path)).tensors}
+
+    def read(name: str) -> Tensor:
+        stored = tensors[name].data
+        return torch.empty(stored.shape, dtype=torch.from_numpy(stored[:0].copy()).dtype, device="meta")
+
+    return read
 
 
 Stamp = tuple[tuple[int, int, int], ...]
@@ -242,7 +262,8 @@ def _weight(
         return _finite(parts, joined["tensors"].popitem()[1])
 
     own = tuple(int(n) for n in reversed(tensors[0].shape))
-    return QuantizedTensor(name, shape or own, parts, values, _packed(tensors, processor, own, shape))
+    experts = _experts(tensors, processor, names, shape)
+    return QuantizedTensor(name, shape or own, parts, values, _packed(tensors, processor, own, shape), experts)
 
 
 def _finite(parts: tuple[str, ...], values: Tensor) -> Tensor:
@@ -268,8 +289,53 @@ def _packed(
     order = torch.from_numpy(moved.weights.copy()).flatten().long()
     if not torch.equal(order.sort().values, torch.arange(own[0])):
         return None
-    name, kind = tensors[0].name, tensors[0].tensor_type.name
-    return lambda read: grouped_codes(kind, name, read(name)[order.to(read(name).device)])
+    name, kind, is_moved = tensors[0].name, tensors[0].tensor_type.name, not bool((order.diff() == 1).all())
+
+    def codes(read: Read) -> GroupedCodes:
+        stored = read(name)
+        return grouped_codes(kind, name, stored[order.to(stored.device)] if is_moved else stored)
+
+    return codes
+
+
+def _experts(
+    tensors: list[Any], processor: Any, names: dict[str, str], shape: tuple[int, ...] | None
+) -> Callable[[Read], Iterator[GroupedCodes | None]] | None:
+    """Return the way to read a weight of all experts as codes, if it has the rows of tensors of blocks in their order,
+    expert by expert.
+    """
+    if shape is None or len(shape) != 3 or any(tensor.tensor_type.name not in PACKED for tensor in tensors):
+        return None
+    given = permutations(tensors) if len(tensors) < 3 else ()  # a file may have gate and up in any order
+    parts = next((each for each in given if _are_joined(each, processor, names, shape)), None)
+    if parts is None:
+        return None
+    kinds = [(tensor.tensor_type.name, tensor.name) for tensor in parts]
+
+    def each(read: Read) -> Iterator[GroupedCodes | None]:
+        stored = [read(name) for _, name in kinds]
+        for number in range(shape[0]):
+            own = zip(kinds, stored, strict=True)
+            yield joined([grouped_codes(kind, name, rows[number]) for (kind, name), rows in own])
+
+    return each
+
+
+def _are_joined(tensors: Sequence[Any], processor: Any, names: dict[str, str], shape: tuple[int, ...]) -> bool:
+    """Return whether a processor makes a weight of ``shape`` of the rows of tensors, one after the other."""
+    import numpy as np
+
+    # It does the same to the numbers of rows.
+    known: dict[str, Any] = {"tensors": {}}
+    numbers, rows, moved = np.arange(shape[0] * shape[1], dtype=np.float64).reshape(*shape[:2], 1), 0, None
+    for tensor in tensors:
+        own = tuple(int(n) for n in reversed(tensor.shape))
+        if len(own) != 3 or (own[0], own[2]) != (shape[0], shape[2]) or rows + own[1] > shape[1]:
+            return False
+        part, rows = numbers[:, rows : rows + own[1]], rows + own[1]
+        result = processor.process(weights=part, name=tensor.name, tensor_key_mapping=names, parsed_parameters=known)
+        moved = result.weights if result.name is not None else next(iter(known["tensors"].values()))
+    return moved is not None and rows == shape[1] and np.array_equal(np.asarray(moved), numbers)
 
 
 def _bytes_of(tensor: Any) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.ops.gemm.quantized import UINT4
 
 from . import QuantizedTensor, Read
-from .grouped_codes import GroupedCodes, check_scales, unpack_int32
+from .grouped_codes import GroupedCodes, by_groups, check_scales, unpack_int32
 
 if TYPE_CHECKING:
     from lamina.models.checkpoint import StoredWeight
@@ -99,7 +98,7 @@ def _codes(layout: _Layout, parts: tuple[str, ...], read: Read) -> GroupedCodes:
     order = f"{layout.base}.g_idx"
     if order in parts and layout.groups > 1:
         given = _order(layout, read)
-        if not given.is_meta and not torch.equal(given, torch.arange(layout.size) * layout.groups // layout.size):
+        if not torch.equal(given, torch.arange(layout.size) * layout.groups // layout.size):
             raise ModelError(
                 f"{order} orders inputs by activation, and config.json says that desc_act is false: set it to true"
             )
@@ -108,14 +107,8 @@ def _codes(layout: _Layout, parts: tuple[str, ...], read: Read) -> GroupedCodes:
 
 def _mixed(layout: _Layout, _: tuple[str, ...], read: Read) -> GroupedCodes:
     """Return the weight with its inputs in the order of their groups, which must be of one size."""
-    given, plain = _order(layout, read), _numbers(layout, read)
-    if given.is_meta:
-        return replace(plain, order=torch.empty(layout.size, dtype=torch.int64, device="meta"))
-    counts = torch.bincount(given.clamp(0, layout.groups), minlength=layout.groups)
-    if bool((given < 0).any()) or counts.tolist() != [layout.size // layout.groups] * layout.groups:
-        raise ModelError(f"{layout.base}.g_idx has no groups of one size: fetch the model again")
-    order = given.argsort(stable=True)
-    return replace(plain, codes=plain.codes[:, order].contiguous(), order=order)
+    name = f"{layout.base}.g_idx"
+    return by_groups(name, read(name), _numbers(layout, read))
 
 
 def _numbers(layout: _Layout, read: Read) -> GroupedCodes:

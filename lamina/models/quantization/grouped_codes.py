@@ -38,7 +38,11 @@ class GroupedCodes:
 
     def dequantized(self) -> Tensor:
         """Return the weight in fp32: one product, and one sum if there are offsets."""
-        q = self.codes.float() if self.codes.dtype == torch.int8 else torch.tensor(self.values)[self.codes.long()]
+        q = (
+            self.codes.float()
+            if self.codes.dtype == torch.int8
+            else torch.tensor(self.values, dtype=torch.float32)[self.codes.long()]
+        )
         w: Tensor = q.view(*self.scales.shape, -1) * self.scales.float()[..., None]
         if self.offsets is not None:
             w += self.offsets.float()[..., None]
@@ -88,6 +92,41 @@ class GroupedCodes:
         times = self.group // max(fits)
         offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, 1)
         return replace(self, scales=self.scales.repeat_interleave(times, 1), offsets=offsets)
+
+
+def by_groups(name: str, given: Tensor, plain: GroupedCodes) -> GroupedCodes:
+    """Return a weight with its inputs in the order of their groups. ``plain``: its codes in the order of inputs.
+    ``given`` [K]: the group of each input, which ``name`` has; also for codes on the meta device. Raises ModelError if
+    groups are not of one size.
+    """
+    size, groups = plain.codes.shape[1], plain.scales.shape[1]
+    if given.dtype not in (torch.int32, torch.int64):
+        raise ModelError(f"{name} is of {given.dtype}: whole numbers are read")
+    if given.shape != (size,):
+        raise ModelError(f"{name} {list(given.shape)} does not fit {size} inputs")
+    counts = torch.bincount(given.long().clamp(0, groups), minlength=groups)
+    if bool((given < 0).any()) or counts.tolist() != [size // groups] * groups:
+        raise ModelError(f"{name} has no groups of one size: fetch the model again")
+    order = given.long().argsort(stable=True)
+    codes = plain.codes if plain.codes.is_meta else plain.codes[:, order].contiguous()
+    return replace(plain, codes=codes, order=order)
+
+
+def joined(parts: Sequence[GroupedCodes]) -> GroupedCodes | None:
+    """Return the rows of several weights, one after the other; None if they have several forms, or orders."""
+
+    def facts(x: GroupedCodes) -> tuple[object, ...]:
+        order = None if x.order is None else x.order.tolist()
+        return x.codes.dtype, x.group, x.scales.dtype, x.offsets is None, x.values, order
+
+    first = parts[0]
+    if any(facts(each) != facts(first) for each in parts[1:]):
+        return None
+    if len(parts) == 1:
+        return first
+    offsets = [each.offsets for each in parts if each.offsets is not None]
+    codes, scales = torch.cat([each.codes for each in parts]), torch.cat([each.scales for each in parts])
+    return GroupedCodes(codes, scales, torch.cat(offsets) if offsets else None, first.values, first.order)
 
 
 def unpack_int32(x: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:

@@ -1,24 +1,28 @@
-"""Replaces linear layers whose stored weights are quantised by layers that keep them packed."""
+"""Replaces linear layers and embeddings whose stored weights are quantised by layers that keep them packed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lamina.models.checkpoint import stored_tensors, stored_weights
+from lamina.models.checkpoint import StoredWeight, stored_tensors, stored_weights
 from lamina.models.errors import ModelError, UnsupportedModelError
+from lamina.models.read_shard import StoredTensors
 from lamina.models.tensor_parallel_shard import ShardedDim, ShardPlan
 from lamina.models.weight_names import WeightNames, text_weights
 from lamina.ops.gemm import LinearBackend
 
-from . import QuantizedTensor, Read, gguf_weights
+from . import INPUT_GROUPS, QuantizedTensor, Read, gguf_weights
 from .gguf_file import is_gguf
 from .grouped_codes import GroupedCodes
 from .pack_experts import PackedExperts, Source, replace_experts
+from .quantized_embedding import QuantizedEmbedding
 from .quantized_linear import QuantizedLinear
 from .round_to_nearest import RoundToNearest
 
@@ -30,11 +34,11 @@ _DTYPES = {
 
 
 class PackedLayer(NamedTuple):
-    """A layer that keeps its weight packed: the layer, the stored weight, and a rank's part of it. ``is_only_use``:
-    False if embeddings have the same weight.
+    """Layers that keep one weight packed: a linear layer, embeddings, or both; the stored weight, and a rank's part of
+    it. ``is_only_use``: False if other embeddings have the same weight, as numbers.
     """
 
-    layer: QuantizedLinear
+    layers: tuple[QuantizedLinear | QuantizedEmbedding, ...]
     weight: QuantizedTensor
     cut: ShardedDim | None
     shard: ShardPlan
@@ -46,12 +50,15 @@ class PackedLayer(NamedTuple):
         return frozenset([self.weight.name] if self.is_only_use else [])
 
     def fill(self, read: Read, backend: LinearBackend) -> None:
-        """Give the layer its packed weight. Raises ModelError."""
+        """Give the layers their packed weight. Raises ModelError."""
         codes = _part(self.weight, self.cut, self.shard, read)
         packed = codes.for_kernels()
         assert packed is not None  # as on the meta device
-        self.layer.data, self.layer.form = backend.pack_quantized(packed)
-        self.layer.order = codes.order
+        data, form = backend.pack_quantized(packed)
+        for layer in self.layers:
+            layer.data, layer.form = data, form
+            if isinstance(layer, QuantizedLinear):
+                layer.order = codes.order
 
 
 def replace_layers(
@@ -61,42 +68,55 @@ def replace_layers(
     backend: LinearBackend,
     rounding: RoundToNearest | None = None,
 ) -> list[PackedLayer | PackedExperts]:
-    """Replace each linear layer of ``model``, on the meta device, whose stored weight ``backend`` can keep packed, and
-    experts on one rank; the new ones have no contents yet. ``shard`` has shrunk the model. ``rounding``: of weights
-    stored as floats. Raises UnsupportedModelError that names a weight which no cut leaves whole groups of.
+    """Replace each linear layer, table of embeddings and expert of ``model``, on the meta device, whose stored weight
+    ``backend`` can keep packed; the new ones have no contents yet. ``shard`` has shrunk the model. ``rounding``: of
+    linear layers and experts that are stored as floats. Raises UnsupportedModelError that names a weight which no cut
+    leaves whole groups of.
     """
     stored = stored_weights(directory)
     if rounding is None and not any(w.quantized and (w.quantized.packed or w.quantized.experts) for w in stored):
         return []
-    names, replaced, read = WeightNames(model), list[PackedLayer | PackedExperts](), _on_meta(directory)
+    with ExitStack() as files:
+        read = _on_meta(directory, cache(lambda: StoredTensors(directory, files)))
+        return _replaced(model, stored, shard, backend, rounding, read)
+
+
+def _replaced(
+    model: nn.Module,
+    stored: Sequence[StoredWeight],
+    shard: ShardPlan,
+    backend: LinearBackend,
+    rounding: RoundToNearest | None,
+    read: Read,
+) -> list[PackedLayer | PackedExperts]:
+    names, replaced = WeightNames(model), list[PackedLayer | PackedExperts]()
     experts: dict[str, list[Source]] = {}
     targets = [names.find(weight.name) for weight in stored]
-    layers = _Linears(model, {target.name for target in targets})
+    layers = _Matrices(model, {target.name for target in targets})
     for weight, (target, converter) in zip(stored, targets, strict=True):
         quantized = weight.quantized
         if quantized is None and rounding is not None and layers.reads_text(target):
             quantized = rounding.weight(weight, is_head=layers.is_head(target))
-        owner = layers.owner(target)
         if quantized is not None:
             experts.setdefault(target, []).append(Source(quantized, converter))
-        if quantized is None or quantized.packed is None or converter is not None or owner is None:
+        if quantized is None or quantized.packed is None or converter is not None:
             continue
-        bias, cut = model.get_submodule(owner)._parameters["bias"], shard.sharded_dims.get(f"{owner}.weight")
-        codes = _part(quantized, cut, shard, read)
+        owners, is_only_use = layers.owners(target, with_tables=weight.quantized is not None)
+        cuts = {shard.sharded_dims.get(f"{name}.weight") for name in owners}
+        if len(cuts) != 1:
+            continue
+        codes = _part(quantized, cut := cuts.pop(), shard, read)
         packed = codes.for_kernels()
         if packed is None:
             continue
-        layer = QuantizedLinear(*backend.pack_quantized(packed), bias, codes.order)
-        layers.replace(owner, layer)
-        replaced.append(PackedLayer(layer, quantized, cut, shard, is_only_use=target == f"{owner}.weight"))
-    if shard.weight_shard.size == 1:
-        replaced += replace_experts(model, experts, read, backend)
-    return replaced
+        own = layers.replace(owners, *backend.pack_quantized(packed), codes.order)
+        replaced.append(PackedLayer(own, quantized, cut, shard, is_only_use))
+    return replaced + replace_experts(model, experts, shard, read, backend)
 
 
-class _Linears:
-    """The linear layers of a model, by the names of their weights. One weight may be that of the embeddings and of the
-    layer that computes logits, the head: it has the embeddings' name.
+class _Matrices:
+    """The linear layers and embeddings of a model, by the names of their weights. One weight may be that of the
+    embeddings and of the layer that computes logits, the head: it has the embeddings' name.
     """
 
     def __init__(self, model: Any, targets: Collection[str]) -> None:
@@ -106,8 +126,8 @@ class _Linears:
         head = model.get_output_embeddings()
         self._head = next((name for name, module in self._modules.items() if module is head), "")
         own, shared = f"{self._head}.weight", _shared_parameters(model)
-        others = {name for names in shared if own in names for name in names} - {own}
-        stored = {name for name in others if name in targets}
+        self._others = {name for names in shared if own in names for name in names} - {own}
+        stored = {name for name in self._others if name in targets}
         self._tied = stored if own not in targets else set()
         self._not_alone = {name for names in shared for name in names} - ({own} if stored else set())
 
@@ -117,21 +137,39 @@ class _Linears:
     def is_head(self, target: str) -> bool:
         return target in self._tied or target == f"{self._head}.weight"
 
-    def owner(self, target: str) -> str | None:
-        """Return the name of the layer that multiplies by a weight; None if there is no plain one."""
-        owner, _, kind = target.rpartition(".")
-        if target in self._tied:
-            owner = self._head
-        elif kind != "weight" or target in self._not_alone:
-            return None
-        return owner if type(self._modules.get(owner)) is nn.Linear else None
+    def owners(self, target: str, *, with_tables: bool) -> tuple[list[str], bool]:
+        """Return the names of the layers that may have a weight packed: a linear layer, and embeddings
+        (``with_tables``); and whether no others have it. Layers count only if they are torch's own classes.
+        """
+        is_tied = target in self._tied
+        if not target.endswith(".weight") or (target in self._not_alone and not is_tied):
+            return [], False
+        names = [f"{self._head}.weight", *sorted(self._others)] if is_tied else [target]
+        layers = {name.removesuffix(".weight"): self._modules.get(name.removesuffix(".weight")) for name in names}
+        linear = [owner for owner, layer in layers.items() if type(layer) is nn.Linear]
+        tables = [owner for owner, layer in layers.items() if type(layer) is nn.Embedding and layer.max_norm is None]
+        if with_tables and len(linear) + len(tables) == len(names):
+            return [*linear, *tables], True
+        return linear[:1], not is_tied
 
-    def replace(self, owner: str, layer: QuantizedLinear) -> None:
-        """Put ``layer`` into a linear layer's place, whose weight is then that of no other module."""
-        parent, _, key = owner.rpartition(".")
-        setattr(self._model.get_submodule(parent), key, layer)
+    def replace(
+        self, owners: Sequence[str], data: Tensor, form: str, order: Tensor | None
+    ) -> tuple[QuantizedLinear | QuantizedEmbedding, ...]:
+        """Put layers of one packed weight into the places of ``owners``, whose weights are then those of no others."""
+        made: list[QuantizedLinear | QuantizedEmbedding] = []
+        for owner in owners:
+            old = self._modules[owner]
+            if type(old) is nn.Embedding:
+                made.append(QuantizedEmbedding(data, form, old.weight.dtype))
+            else:
+                order = None if order is None else order.to(data.device)
+                made.append(QuantizedLinear(data, form, old._parameters["bias"], order))
+            parent, _, key = owner.rpartition(".")
+            setattr(self._model.get_submodule(parent), key, made[-1])
+        gone = {f"{owner}.weight" for owner in owners}
         tied = getattr(self._model, "all_tied_weights_keys", {})
-        self._model.all_tied_weights_keys = {to: by for to, by in tied.items() if to != f"{owner}.weight"}
+        self._model.all_tied_weights_keys = {to: by for to, by in tied.items() if to not in gone}
+        return tuple(made)
 
 
 def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, read: Read) -> GroupedCodes:
@@ -144,7 +182,7 @@ def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, rea
         if own is None and codes.order is not None:
             raise UnsupportedModelError(
                 f"--tensor-parallel-size {part.size} cuts {weight.name}, whose groups have inputs of all ranks "
-                f"(desc_act): use one rank, or a checkpoint without desc_act"
+                f"(desc_act, actorder): use one rank, or a checkpoint without"
             )
         if own is None:
             raise UnsupportedModelError(
@@ -155,7 +193,7 @@ def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, rea
     return codes
 
 
-def _on_meta(directory: Path) -> Read:
+def _on_meta(directory: Path, opened: Callable[[], StoredTensors]) -> Read:
     if is_gguf(directory):
         return gguf_weights.meta_reader(directory)
     headers = stored_tensors(directory)
@@ -164,6 +202,8 @@ def _on_meta(directory: Path) -> Read:
         header = headers[name]
         if header.dtype not in _DTYPES:
             raise ModelError(f"{name} is {header.dtype}, which is not read: fetch the model again")
+        if name.endswith(INPUT_GROUPS):
+            return opened().read(name)
         return torch.empty(header.shape, dtype=_DTYPES[header.dtype], device="meta")
 
     return read

@@ -19,11 +19,14 @@ class ExpertWeights(nn.Module):
     """
 
     data: Tensor
+    orders: Tensor | None
 
-    def __init__(self, data: Tensor, form: str, *, is_transposed: bool) -> None:
+    def __init__(self, data: Tensor, form: str, *, is_transposed: bool, orders: Tensor | None = None) -> None:
+        """``orders`` [experts, K]: which of x's numbers each input of an expert's weight is; None for the same."""
         super().__init__()
         self.form, self.is_transposed = form, is_transposed
         self.register_buffer("data", data, persistent=False)
+        self.register_buffer("orders", orders, persistent=False)
 
     @property
     def plain_shape(self) -> tuple[int, int, int]:
@@ -34,6 +37,7 @@ class ExpertWeights(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None) -> Tensor:
         """Return each row of x [rows, K] times the weight of expert ``ids`` [rows], plus its row of ``bias``."""
+        x = x if self.orders is None else x.gather(-1, self.orders[ids])
         y: Tensor = QUANTIZED_EXPERTS_OP(x, self.data, ids, bias, self.form)
         return y
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lamina.ops.gemm.quantized import PackedForm
 from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
 
+from .quantized_embedding import QuantizedEmbedding
 from .quantized_experts import ExpertWeights, packed_experts
 
 
@@ -43,7 +44,8 @@ class QuantizedLinear(nn.Module):
 
 def packed_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return tensors on the meta device, in the shape of each packed weight, by the name that a plain one has."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    matrices = QuantizedLinear | QuantizedEmbedding
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, matrices)}
     known = {name: PackedForm.decode(layer.form) for name, layer in layers.items()}
     linear = {f"{name}.weight": torch.empty(form.cols, form.k_size, device="meta") for name, form in known.items()}
     experts = packed_experts(model).items()
@@ -52,5 +54,5 @@ def packed_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def packed_forms(model: nn.Module) -> dict[str, str]:
     """Return the form of each layer's packed weight, by the layer's name. Captures have it as a constant."""
-    kinds = QuantizedLinear | ExpertWeights
+    kinds = QuantizedLinear | QuantizedEmbedding | ExpertWeights
     return {name: module.form for name, module in model.named_modules() if isinstance(module, kinds)}

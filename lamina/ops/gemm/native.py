@@ -118,7 +118,7 @@ class NativeLinear:
     def quantized_rows(self, ids: Tensor, data: Tensor, form: str) -> Tensor:
         """Return rows ``ids`` [...] of the packed weight: [..., K], in fp32."""
         known, ids = native_form(form), ids.contiguous()
-        y = torch.empty(*ids.shape, known.form.k_size)
+        y = torch.empty(*ids.shape, known.form.k_size, dtype=torch.float32)  # others may change the default
         sizes = ids.numel(), known.form.cols, known.form.k_size
         self.engine.quantized_rows(ids.data_ptr(), data.data_ptr(), y.data_ptr(), *sizes, *known.numbers)
         return y
@@ -159,7 +159,7 @@ def native_form(text: str) -> NativeForm:
     form = PackedForm.decode(text)
     if form.order != "native":
         raise ValueError(f"a weight in the order of {form.order}, which native does not multiply")
-    values = torch.tensor(form.values)
+    values = torch.tensor(form.values, dtype=torch.float32)
     scaled = form.group or CHANNEL_BLOCK, int(not form.group), TYPES[form.scales], int(form.has_offsets)
     return NativeForm(form, values, (form.bits, *scaled, values.data_ptr()))
 

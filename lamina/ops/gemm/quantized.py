@@ -61,7 +61,9 @@ class QuantizedWeight:
 
     def q(self) -> Tensor:
         """Return q [N, K], in fp32, where it is exact."""
-        return self.codes.float() if self.bits == 8 else torch.tensor(self.values)[self.codes.long()]
+        return (
+            self.codes.float() if self.bits == 8 else torch.tensor(self.values, dtype=torch.float32)[self.codes.long()]
+        )
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return w [N, K], computed in ``dtype``."""

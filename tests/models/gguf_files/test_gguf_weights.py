@@ -19,17 +19,20 @@ import torch
 from lamina import LLM, SamplingParams
 from lamina.config.engine_config import ModelOptions
 from lamina.models.checkpoint import find_checkpoint, peek_config, read_config
+from lamina.models.convert import convert_model
 from lamina.models.errors import ModelError
 from lamina.models.load import load
 from lamina.models.quantization.gguf_weights import weight_names
 from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.models.tokenizer import load_tokenizer
 from lamina.ops.gemm import get
+from lamina.ops.rows import bind_rows, chain_slices
+from lamina.ops.rows.program import ChainedSlice
 from lamina.workers.compute.kv_identity import files_digest
 
 pytestmark = pytest.mark.no_retry
 
-FILES = Path(__file__).resolve().parents[1] / "checkpoints"
+FILES = Path(__file__).resolve().parents[2] / "checkpoints"
 NAMES = sorted(path.stem for path in FILES.glob("*.gguf"))
 BOUND = 1e-4  # of the spread of logits
 
@@ -54,6 +57,13 @@ def test_logits_are_those_of_transformers(name: str, entry: str) -> None:
     known = json.loads((FILES / f"{name}.json").read_text())
     assert worst(loaded.model, known) < BOUND
     assert loaded.eos_token_ids == (159,)
+
+
+def test_look_ups_and_products_are_native_programs() -> None:
+    backend = get("native", 1)
+    model = load(FILES / "llama_q4_k_m.gguf", dtype="bfloat16", backend=backend).model
+    slices = chain_slices(bind_rows(convert_model(model, max_model_len=64), backend)).slices
+    assert all(isinstance(part, ChainedSlice) for part in slices)
 
 
 # Families whose names differ: experts, a base model without prefix, fused projections.
