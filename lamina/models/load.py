@@ -119,10 +119,11 @@ def load(
     check_quantization(directory, quantization)
     if (rounding := BY_NAME.get(quantization)) is not None and backend is None:
         raise ModelError(conflict_text("--quantization int8 or int4", "--compute-device cuda"))
-    check_weights(directory)
-    _check_size(directory, config)
+    with LOAD_LOCK:  # these make models, during which torch's default dtype is another one
+        check_weights(directory)
+        _check_size(directory, config)
+        kind = weights_dtype(directory, config, dtype)
     report("opening the checkpoint", 1, 1)
-    kind = weights_dtype(directory, config, dtype)
     stamps = file_stamps(directory)
     with LOAD_LOCK:
         if size > 1 or is_quantized(directory) or rounding is not None:
