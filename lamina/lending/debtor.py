@@ -165,6 +165,7 @@ class Debtor:
 
     def on_creditor_lost(self, creditor: str) -> list[Borrowed]:
         """End and return all leases of a creditor that is gone."""
+        self._refused_by.pop(creditor, None)
         over = [b for b in self.loans.values() if b.creditor == creditor]
         for loan in over:
             del self.loans[loan.creditor, loan.lease]

@@ -132,6 +132,15 @@ def test_who_has_refused_hears_when_it_waits_no_longer() -> None:
     assert debtor.tick(2.0) == [], "once"
 
 
+def test_a_creditor_that_is_gone_hears_nothing() -> None:
+    debtor = searching(5, Candidate("a", "", 9))
+    debtor.since = 7.0
+    debtor.on_message(LoanRefused(number=2, creditor="a", beat=7), 0.2)
+    debtor.on_creditor_lost("a")
+    debtor.num_wanted = 0
+    assert debtor.tick(1.0) == []
+
+
 def test_what_is_not_renewed_is_wanted_back() -> None:
     debtor = searching()
     debtor.on_message(granted(2, "a"), 0.2)
