@@ -62,7 +62,7 @@ def _run(files: list[str], known: Known, report: Path, at: Path) -> None:
     python = sources.environment()
     report.unlink(missing_ok=True)
     options = ["-q", "-p", "suite_report", "--suite-report", str(report), "-p", "no:cacheprovider", "-p", "no:warnings",
-               "--tb=native", f"--timeout={TEST_S}", "-c", os.devnull, "--rootdir", str(at),
+               "--tb=native", f"--timeout={TEST_S}", "-c", os.devnull, "--rootdir", str(at), "--confcutdir", str(at),
                "--continue-on-collection-errors"]  # fmt: skip
     left_out = sources.FOLDER / "left_out.txt"
     left_out.write_text("\n".join(known.silent))

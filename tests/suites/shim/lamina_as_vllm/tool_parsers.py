@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from lamina.server.tool_parsers import TOOL_PARSERS, open_parser
+from lamina.server.tool_parsers import TOOL_PARSERS
 from lamina.server.tool_parsers.contract import CallBegin, Event, Text
 
 
@@ -110,7 +110,7 @@ class ToolParser:
 
     def _open(self, request: Any) -> Any:
         tools = [getattr(each, "function", each) for each in getattr(request, "tools", None) or self._tools]
-        return open_parser(self.format, {each.name: each.parameters or {} for each in tools} or _named_in_test())
+        return TOOL_PARSERS[self.format].open({each.name: each.parameters or {} for each in tools} or _named_in_test())
 
     def _message(self, events: list[Event]) -> DeltaMessage:
         content, calls = "", list[ToolCall]()
