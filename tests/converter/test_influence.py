@@ -1,4 +1,4 @@
-"""What a row's numbers depend on is found from the operators alone."""
+"""The numbers that a row's numbers depend on are found from the operators alone.
 
 from __future__ import annotations
 
