@@ -1,4 +1,4 @@
-"""The numbers that a row's numbers depend on are found from the operators alone.
+"""The numbers that a row's numbers depend on are found from the operators alone."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class CapturedStep:
 
     @property
     def widths(self) -> dict[str, int]:
-        """What the number of ranks has to divide in recurrent layers, in words."""
+        """The facts of recurrent layers that the number of ranks has to divide, in words."""
         return {
             f"the {spec_of(m).heads} heads of recurrent layer {i}": spec_of(m).heads for i, m in enumerate(self.mixers)
         }

@@ -65,7 +65,7 @@ class SharedSum(NamedTuple):
 
     @property
     def source(self) -> fx.Node:
-        """What is added up."""
+        """The node whose numbers are added up."""
         return self.node.all_input_nodes[0]
 
 
