@@ -26,7 +26,9 @@ from lamina.models.checkpoint import check_source, peek_config
 from lamina.observe.log_lines import log_json, say
 from lamina.server.journal.journal_directory import check_journal_directory
 from lamina.server.server_config import ServerConfig
+from lamina.server.tls_files import check_tls_files
 from lamina.utils.background_thread import LowPriorityCall
+from lamina.utils.install_command import install_command
 
 from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, add_option_flags, engine_config, print_config
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from lamina.server.journal.journal import Journal
 
 TIMEOUTS = GROUP_OF["health_timeout_s"].options
-NEEDS = ("fastapi", "prometheus_client", "uvicorn")
+NEEDS = ("fastapi", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn", "uvloop")
 SUBJECTS = {  # first option -> title of its flags and of those after it
     "host": "address and names", "api_key": "keys, TLS and browsers", "max_num_queued_reqs": "load and limits",
     "enable_force_include_usage": "answers", "header_timeout_s": "timeouts", "journal": "journal, page and logs",
@@ -82,12 +84,6 @@ def _key(name: str, given: str) -> str:
     return given or os.environ.get(variable, "")
 
 
-def _check_key_file(path: str) -> None:
-    """Raises ValueError for a TLS key that all users of this host may use."""
-    if path and os.path.isfile(path) and (mode := stat.S_IMODE(os.stat(path).st_mode)) & 0o007:
-        raise ValueError(f"--ssl-keyfile {path}: all users of this host may use it (mode {mode:04o}): chmod o= {path}")
-
-
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 after an orderly end, 1 where the engine was lost; raises ValueError for bad input."""
     if args.log_json:  # perhaps by --config
@@ -106,14 +102,11 @@ def run(args: argparse.Namespace) -> int:
         shown = {**structs.asdict(config), **secret}
         print_config(engine, model=args.model, **shown)
         return 0
-    _check_key_file(config.ssl_keyfile)
+    check_tls_files(config.ssl_certfile, config.ssl_keyfile)
     if args.dry_run:
         if config.journal:
             check_journal_directory(config.journal)
         check(args.model, engine)
-        for name in ("ssl_keyfile", "ssl_certfile"):
-            if (path := getattr(config, name)) and not os.path.isfile(path):
-                raise ValueError(f"{flag_name(name)} {path}: no such file")
         with listener(config):
             pass
         print(workers_that_would_start(args.model, engine))
@@ -126,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     if missing := [name for name in NEEDS if find_spec(name) is None]:  # imported later: the engine is to start first
-        raise ImportError(f"serve needs {', '.join(missing)}: pip install 'lamina[serve]'")
+        raise ImportError(f"serve needs {', '.join(missing)}: {install_command(*missing)}")
     from lamina.executor.launchers.local import worker_environment
     from lamina.executor.launchers.zygote_client import START
     from lamina.server.engine_client.launch import launch_engine

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from .install_command import install_command
+
 
 def read_yaml(path: str, where: str = "") -> Any:
     """Return the contents of a file. ``where``: its name in errors. Raises ValueError, ImportError without PyYAML."""
@@ -13,7 +15,7 @@ def read_yaml(path: str, where: str = "") -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError(f"{where} needs PyYAML: pip install 'lamina[ray]'") from error
+        raise ImportError(f"{where} needs PyYAML: {install_command('pyyaml')}") from error
     try:
         return yaml.safe_load(Path(path).read_text())
     except OSError as error:

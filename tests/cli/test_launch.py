@@ -263,6 +263,14 @@ def test_dry_run_of_serve_looks_for_its_files(capsys: pytest.CaptureFixture[str]
     assert "--ssl-keyfile no/such" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("nothing_starts")
+def test_serve_reads_tls_files_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "key.pem"
+    key.touch(0o600)
+    assert main(["serve", MODEL, "--ssl-certfile", "no/cert", "--ssl-keyfile", str(key)]) == 2
+    assert capsys.readouterr().err == "lamina-launch serve: --ssl-certfile no/cert: No such file or directory\n"
+
+
 @pytest.mark.parametrize("key", ["", " ", " , ", "\n"])
 @pytest.mark.parametrize("name", ["LAMINA_API_KEY", "LAMINA_ADMIN_KEY"])
 def test_a_key_that_is_set_and_blank_is_refused(
@@ -296,7 +304,7 @@ def test_a_tls_key_that_all_users_may_read_is_refused(tmp_path: Path, capsys: py
     key.write_text("")
     key.chmod(0o604)
     assert main(["serve", MODEL, "--dry-run", "--ssl-keyfile", str(key), "--ssl-certfile", str(key)]) == 2
-    said = f"--ssl-keyfile {key}: all users of this host may use it (mode 0604): chmod o= {key}"
+    said = f"--ssl-keyfile {key}: all users of this host may read it (mode 0604): chmod it to 0600"
     assert capsys.readouterr().err == f"lamina-launch serve: {said}\n"
 
 

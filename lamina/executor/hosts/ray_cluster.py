@@ -11,6 +11,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from lamina.utils.install_command import install_command
+
 from .cluster_file import head_address
 from .ray_token import offer_token
 from .worker_placement import Host
@@ -39,7 +41,7 @@ def joined(address: str) -> Iterator[Any]:
 def load() -> Any:
     """Load Ray so that it uses its token. Raises ImportError, ValueError."""
     if find_spec("ray") is None:
-        raise ImportError("--cluster needs Ray 2.52 or newer: pip install 'lamina[ray]'")
+        raise ImportError(f"--cluster needs Ray 2.52 or newer: {install_command('ray')}")
     offer_token()
     os.environ.setdefault(UV_RUN, "0")  # hosts have Lamina; Ray reads this when it is loaded
     ray = import_module("ray")
@@ -47,7 +49,7 @@ def load() -> Any:
         import_module("ray._raylet").Config.initialize("")  # it may have been loaded, and have read it, before
     import_module("ray.exceptions")
     if tuple(int(n) for n in ray.__version__.split(".")[:2]) < MIN_RAY_VERSION:
-        raise ImportError(f"--cluster needs Ray 2.52 or newer, not {ray.__version__}: pip install -U 'ray>=2.52'")
+        raise ImportError(f"--cluster needs Ray 2.52 or newer, not {ray.__version__}: {install_command('ray')}")
     return ray
 
 

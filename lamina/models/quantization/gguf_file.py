@@ -10,11 +10,13 @@ import mmap
 import re
 import struct
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.models.model_files import one_line
+from lamina.utils.install_command import install_command
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
 MAX_ENTRIES = 1 << 16  # fields, and tensors
@@ -50,11 +52,13 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def check_file(path: Path) -> None:
-    """Raise ModelError unless the counts and sizes in the headers of the file's parts are those of files that can be.
-    The package gguf takes them as they are, and would make lists without end. Imports nothing large.
+    """Raise ModelError unless the counts and sizes in the headers of the file's parts are those of files that can be,
+    and the package gguf is there. It takes them as they are, and would make lists without end. Imports nothing large.
     """
     for part in parts_of(path) if path.is_file() else [path]:
         _check_part(part)
+    if find_spec("gguf") is None:
+        raise ModelError(f"{path} is GGUF, which needs the package gguf: {install_command('gguf')}")
 
 
 def _check_part(path: Path) -> None:

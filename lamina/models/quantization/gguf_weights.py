@@ -110,8 +110,6 @@ def _reader(path: Path, stamp: Stamp) -> _Header:
     for part in parts:
         try:
             readers.append(_reader_class()(part))
-        except ImportError as error:
-            raise ModelError(f"{path} is GGUF, which needs the package gguf: pip install 'lamina[gguf]'") from error
         except Exception as error:  # any class: the file is not trusted
             raise ModelError(f"{part} is truncated or corrupt, fetch it again: {one_line(error)}") from error
     reader = _Header(readers[0].fields, [tensor for each in readers for tensor in each.tensors])
