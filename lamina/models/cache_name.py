@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import typing
 
 
@@ -22,3 +23,11 @@ def cache_name() -> str:
         f"transformers {transformers.__version__} has no cache among the outputs of a causal LM: install a version "
         f"that pyproject.toml allows"
     )
+
+
+def cache_argument(model: typing.Any) -> str:
+    """Return the name by which the model's ``forward`` takes its KV cache. Code that comes with a model may have
+    another one than the installed transformers.
+    """
+    takes = inspect.signature(model.forward).parameters
+    return next((name for name in (cache_name(), "cache", "past_key_values") if name in takes), cache_name())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lamina.models.cache_name import cache_argument
 from lamina.models.errors import UnsupportedModelError
 from lamina.models.model_files import one_line
 
@@ -37,7 +38,7 @@ def check_requested_states(model: nn.Module, mixers: MixerRouter) -> None:
     ids = torch.ones(1, _TOKENS, dtype=torch.long, device=device)
     try:
         with torch.no_grad():
-            model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True)
+            model(input_ids=ids, use_cache=True, return_dict=True, **{cache_argument(model): cache})
     except Exception as error:  # any error of a model's own code, when it gets a cache that it may not know
         if mixers.calls or cache.requests:
             raise UnsupportedModelError(f"{type(model).__name__} cannot run with a cache: {one_line(error)}") from error

@@ -23,7 +23,7 @@ from lamina.api.llm import LLM
 from lamina.config.engine_config import ONLINE, EngineConfig, ModelOptions
 from lamina.config.flat_options import flat_options, replace_options
 from lamina.kv.stored_format import dequantise, is_scaled, quantise, stored_dtype
-from lamina.models.cache_name import cache_name
+from lamina.models.cache_name import cache_argument
 from lamina.models.load import load
 from lamina.observe.failpoints import Failpoint
 from lamina.ops import gemm
@@ -310,6 +310,6 @@ def _scores(model: Any, output: RequestOutput, cache: QuantizedCache | None = No
     """Return log-probabilities [tokens] of the generated tokens, in fp32."""
     prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
     ids = torch.tensor([prompt + tokens[:-1]])
-    options = {} if cache is None else {cache_name(): cache}
+    options = {} if cache is None else {cache_argument(model): cache}
     logits = model(ids, **options).logits[0, len(prompt) - 1 :].float()
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
