@@ -24,7 +24,7 @@ from lamina.request import SamplingParams
 
 from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
-from .operate.operator_client import check_key, check_url, error_words, open_url, send_request
+from .operate.operator_client import check_key, check_url, error_words, no_answer_text, open_url, send_request
 
 COMMANDS = "/new begins anew, /system TEXT sets the system prompt, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 ASK_S = 10.0  # for the names of a server's model
@@ -55,13 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", default="", help="the key of a server at URL; better LAMINA_API_KEY")
     parser.add_argument("--temperature", type=float, help="0 = greedy (default: the model's)")
     parser.add_argument("--top-p", type=float, help="draw from the likeliest up to this mass (default: the model's)")
+    parser.add_argument("--max-tokens", type=int, help="tokens of an answer at most (default: no limit)")
     add_config_flag(parser)
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; raises ValueError for bad input, OSError where no server answers."""
-    given = {"temperature": args.temperature, "top_p": args.top_p}
+    given = {name: getattr(args, name) for name in ("temperature", "top_p", "max_tokens")}
     sampling = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**sampling)
     if args.model.startswith(("http://", "https://")):
@@ -96,11 +97,11 @@ def _first_key(keys: str) -> str:
 class _Server:
     """A server's model, over OpenAI's API."""
 
-    def __init__(self, url: str, key: str, sampling: dict[str, float]) -> None:
+    def __init__(self, url: str, key: str, sampling: dict[str, float | int]) -> None:
         """``key``: one of the server's; empty: it has none."""
         self._url, self._sampling = url.rstrip("/").removesuffix("/v1"), sampling
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        keyless = "set LAMINA_API_KEY to a key of that server"
+        keyless = "a valid API key is needed: set LAMINA_API_KEY to a key of that server"
         models = send_request(self._url, "/v1/models", key, ASK_S, "data", keyless=keyless)
         try:
             self.name = msgspec.convert(models, _Models).data[0].id
@@ -125,7 +126,7 @@ class _Server:
                 text = error_words(error.read()) or f"the server answers with status {error.code}"
                 raise ValueError(text) from None
         except (urllib.error.URLError, HTTPException) as error:
-            raise OSError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+            raise OSError(no_answer_text(url, getattr(error, "reason", error))) from None
 
 
 class _Model(msgspec.Struct):
@@ -191,7 +192,7 @@ class _Engine:
 
 
 @contextlib.contextmanager
-def _engine(model: str, config: EngineConfig, sampling: dict[str, float]) -> Iterator[_Engine]:
+def _engine(model: str, config: EngineConfig, sampling: dict[str, float | int]) -> Iterator[_Engine]:
     """Start an engine. Raises ValueError, before that, for a model that cannot chat."""
     from .common.preflight import check_prompts, stated_limit
 
@@ -245,6 +246,8 @@ def _converse(speaker: Speaker, system: str) -> None:
             print()
             continue
         word, _, rest = line.partition(" ")
+        if line and not is_terminal:
+            print(f"> {_plain(line)}", flush=True)
         if word == "/quit":
             return
         if word == "/new":
@@ -252,7 +255,7 @@ def _converse(speaker: Speaker, system: str) -> None:
         elif word == "/system":
             system = rest.strip()
         elif line.startswith("/"):
-            print(COMMANDS, file=sys.stderr)
+            print(f"unknown command {_plain(word)}: {COMMANDS}", file=sys.stderr)
         elif line:
             _turn(speaker, system, talk, line)
 

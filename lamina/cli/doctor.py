@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(f) for f in report], indent=2))
     else:
-        print(*(lines(f) for f in report), sep="\n")
         usable = [transport for f in report if f.check == "opens" and f.ok for transport in f.transports]
         print(f"you can use: {', '.join(usable) or 'none of these'}")
+        print(*(lines(f) for f in report), sep="\n")
     return 1 if args.transport and any(f.check == "opens" and not f.ok for f in report) else 0
 
 

@@ -71,11 +71,14 @@ class Tracer:
         self._take(ENGINE, Trace(records=records, dropped=dropped))
 
     def save(self) -> None:
-        """Write the file, if there is anything to write. Raises OSError."""
+        """Write the file, if there is anything to write. Raises OSError, which names it."""
         ordered, self._spans = sorted(self._spans, key=lambda s: s.start), []
         if ordered:
             notes = list(self.recorder.notes or ())
-            write(self.path, Recording(ordered, self._dropped, self._clocks, span_cost_s(), notes))
+            try:
+                write(self.path, Recording(ordered, self._dropped, self._clocks, span_cost_s(), notes))
+            except OSError as error:
+                raise OSError(f"--trace {self.path} cannot be written: {error.strerror or error}") from error
 
     def _take(self, name: str, trace: Trace) -> None:
         clock = self._clocks.get(name)

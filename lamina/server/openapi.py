@@ -66,8 +66,17 @@ class DescribedApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the description of all routes, made at the first call."""
         if self.openapi_schema is None:
-            self.openapi_schema = _limited(super().openapi(), self._limits)
+            self.openapi_schema = _plain(_limited(super().openapi(), self._limits))
         return self.openapi_schema
+
+
+def _plain(description: Any) -> Any:
+    """Return a description whose texts are Markdown: docstrings have code between two backticks on each side."""
+    if isinstance(description, list):
+        return [_plain(x) for x in description]
+    if isinstance(description, dict):
+        return {key: _plain(value) for key, value in description.items()}
+    return description.replace("``", "`") if isinstance(description, str) else description
 
 
 def _limited(description: Any, limits: Mapping[str, Mapping[str, int]]) -> Any:

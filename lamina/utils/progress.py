@@ -12,17 +12,18 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 OnProgress = Callable[[str, int, int], None]
+SHORT_STAGE_S = 1.0  # a server logs only the end of shorter ones
 LONG_STAGE_S = 3.0  # a start in Python logs no shorter stage
 logger = logging.getLogger(__name__)
 
 
 class StartupLog:
-    """Logs a line when a stage of a start begins, and one at its end: at its last report, when the next stage begins,
-    or in ``end``.
+    """Logs a line for a stage of a start once it has lasted ``SHORT_STAGE_S``, and one at its end. A stage ends at its
+    last report, when the next stage begins, or in ``end``.
     """
 
     def __init__(self, after_s: float = 0.0) -> None:
-        """``after_s``: log nothing of a stage that takes less; the first line comes after that time."""
+        """``after_s``: log nothing of a stage that takes less; 0: log the end of each."""
         self._after_s, self._lock = after_s, threading.Lock()
         self._stage, self._is_open, self._is_logged, self._since = "", False, False, time.monotonic()
         self._timer: threading.Timer | None = None
@@ -31,7 +32,7 @@ class StartupLog:
         with self._lock:
             if stage != self._stage:
                 self._end_stage()
-                self._stage, self._is_open, self._is_logged = stage, True, not self._after_s
+                self._stage, self._is_open, self._is_logged = stage, True, False
                 if done < total:
                     self._begin_stage(stage)
             if done >= total:  # reported several times if parts are smaller than the unit
@@ -50,10 +51,7 @@ class StartupLog:
                 self._timer.cancel()
 
     def _begin_stage(self, stage: str) -> None:
-        if self._is_logged:
-            self._log(stage)
-            return
-        self._timer = threading.Timer(self._after_s, self._on_long, [stage])
+        self._timer = threading.Timer(self._after_s or SHORT_STAGE_S, self._on_long, [stage])
         self._timer.daemon = True
         self._timer.start()
 
@@ -66,7 +64,7 @@ class StartupLog:
     def _end_stage(self) -> None:
         if self._is_open:
             now = time.monotonic()
-            if self._is_logged:
+            if self._is_logged or not self._after_s:
                 self._log(f"{self._stage}: done, {now - self._since:.1f} s")
             self._since, self._is_open = now, False
             if self._timer is not None:

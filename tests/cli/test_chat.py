@@ -10,6 +10,7 @@ import re
 import select
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import termios
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from running import Running
+from running import Running, certificate
 from shipped import MODEL, ROOT
 
 from lamina.cli.launch import main
@@ -94,7 +95,7 @@ def converse(shown: Terminal) -> None:
     shown.until("> ", shown.say("/new"))
     shown.until("> ", shown.say("/system Answer in French, and at length."))
     assert shown.until("(.*)\n> ", shown.say("Write a class."))[1] not in (first, again)
-    shown.until("/new begins anew.*> ", shown.say("/nonsense"))
+    shown.until("unknown command /nonsense: /new begins anew.*> ", shown.say("/nonsense"))
     at = len(shown.shown)
     shown.key(termios.VINTR)
     shown.until("> ", at)
@@ -132,7 +133,7 @@ def test_a_chat_with_a_server_and_its_key(tmp_path: Path, monkeypatch: pytest.Mo
             interrupt(shown)
         monkeypatch.setenv("LAMINA_API_KEY", "other")
         with terminal(server.url) as shown:
-            shown.until("a valid API key is needed: .*: set LAMINA_API_KEY to a key of that server")
+            shown.until("a valid API key is needed: set LAMINA_API_KEY to a key of that server")
             assert shown.end() == 2
     finally:
         server.kill()
@@ -151,6 +152,7 @@ class Foreign(ThreadingHTTPServer):
     def __init__(self, chunks: bytes = b"", models: object = ({"id": "m"},), **to: str) -> None:
         self.key = ""  # that requests must bear
         self.chunks, self.models, self.to, self.keys = chunks, json.dumps({"data": models}).encode(), to, list[str]()
+        self.bodies = list[bytes]()
         super().__init__(("127.0.0.1", 0), ForeignHandler)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -170,7 +172,7 @@ class ForeignHandler(BaseHTTPRequestHandler):
         self._answer(self.server.models)
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
         self._answer(self.server.chunks)
 
     def _answer(self, body: bytes) -> None:
@@ -232,8 +234,39 @@ def test_whatever_a_server_streams_is_text_or_one_line(
     with Foreign(chunks) as server:
         assert chat_with(server, monkeypatch) == 0
     out, err = capsys.readouterr()
-    assert out == shown + "\n"
+    assert out == f"> hi\n{shown}\n"
     assert re.fullmatch(f"lamina-launch chat: {why}\n" if why else "", err)
+
+
+def test_an_answer_of_a_server_has_at_most_the_tokens_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Foreign(said("a") + END) as server:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n/bogus\n"))
+        assert main(["chat", server.url, "--max-tokens", "7"]) == 0
+        assert json.loads(server.bodies[-1])["max_tokens"] == 7
+
+
+def test_an_unknown_command_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with Foreign(said("a") + END) as server:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("/bogus\n"))
+        assert main(["chat", server.url]) == 0
+    assert capsys.readouterr().err.startswith("unknown command /bogus: /new begins anew")
+
+
+def test_a_certificate_that_is_not_trusted_brings_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["ssl_certfile"], files["ssl_keyfile"])
+    server = Foreign(said("a") + END)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url = f"https://localhost:{server.server_port}"
+    with server:
+        assert main(["chat", url]) == 2
+        assert capsys.readouterr().err.endswith(": set SSL_CERT_FILE to its certificate\n")
+        monkeypatch.setenv("SSL_CERT_FILE", files["ssl_certfile"])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        assert main(["chat", url]) == 0
 
 
 def test_a_dry_run_with_a_url_checks_it_and_asks_no_server(
@@ -282,7 +315,7 @@ def test_a_server_that_wants_a_key_names_its_variable(
     with Foreign(said("a") + END) as server:
         server.key = "Bearer a"
         assert chat_with(server, monkeypatch) == 2
-        line = "lamina-launch chat: no key: set LAMINA_API_KEY to a key of that server\n"
+        line = "lamina-launch chat: a valid API key is needed: set LAMINA_API_KEY to a key of that server\n"
         assert capsys.readouterr().err == line
         monkeypatch.setenv("LAMINA_API_KEY", "a")
         assert chat_with(server, monkeypatch) == 0

@@ -211,17 +211,17 @@ def test_a_transport_that_does_not_open_is_status_1(
     out = capsys.readouterr().out
     assert "missing  opens" in out
     assert "/nowhere/libcuda.so.1" in "".join(out.split())
-    assert out.endswith("you can use: none of these\n")
+    assert out.startswith("you can use: none of these\n")
     assert main(["doctor"]) == 0
     usable = [f.transports[0] for f in findings(Machine()) if f.check == "opens" and f.ok]
     assert "cuda" not in usable
     assert "loopback" in usable
-    assert capsys.readouterr().out.endswith(f"you can use: {', '.join(usable)}\n")
+    assert capsys.readouterr().out.startswith(f"you can use: {', '.join(usable)}\n")
 
 
 def test_findings_read_well_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
-    *table, _ = capsys.readouterr().out.splitlines()
+    _, *table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 100
     for row in table:
         words, check, last = row[:9], row[9:38], row[38:]

@@ -156,3 +156,11 @@ def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: pytest.
     off.collect({}, 0.0)
     off.save()
     assert not off.is_enabled
+
+
+def test_a_disk_that_is_full_at_the_end_is_told_by_the_flag() -> None:
+    tracer = Tracer("/dev/full")
+    tracer.recorder.add(Event.PLAN, tracer.recorder.now(), AT)
+    tracer.collect({}, 1.0)
+    with pytest.raises(OSError, match="--trace /dev/full cannot be written: No space left on device"):
+        tracer.save()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,12 @@ def request(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_
     return send_request(args.url, path, key, limit_s, *has, body=body, missing="start it with LAMINA_ADMIN_KEY set")
 
 
+def no_answer_text(url: str, reason: object) -> str:
+    """Return why a server did not answer. ``reason``: an exception, or words."""
+    untrusted = isinstance(reason, ssl.SSLCertVerificationError)
+    return f"{url} does not answer: {reason}{': set SSL_CERT_FILE to its certificate' if untrusted else ''}"
+
+
 def send_request(
     server: str,
     path: str,
@@ -90,7 +97,7 @@ def send_request(
     keyless: str = "",
 ) -> dict[str, Any]:
     """Do as ``request``, with ``key`` if it is not empty. ``method``: None = POST with a body, else GET; ``missing``:
-    how the server comes to have ``path``. ``keyless``: how the caller gets a key that the server takes.
+    how the server comes to have ``path``. ``keyless``: what to say where the server wants a key.
     """
     url, headers = server.rstrip("/") + path, {"Content-Type": "application/json"}
     if key:
@@ -107,11 +114,11 @@ def send_request(
         raise OSError(f"{url} has not answered for {limit_s:g} s") from None
     except (urllib.error.URLError, HTTPException, ConnectionError) as error:
         reason = getattr(error, "reason", "") or f"{type(error).__name__}: {error}"
-        raise OSError(f"{url} does not answer: {reason}") from None
+        raise OSError(no_answer_text(url, reason)) from None
     if status == 404 and missing:
         raise ValueError(f"this server has no {path}: {missing}")
     if status == 401 and keyless:
-        raise ValueError(f"{text or 'the server wants a key'}: {keyless}")
+        raise ValueError(keyless)
     raise (ValueError if status in BAD_REQUEST_STATUSES else WorkerError)(text or f"status {status}")
 
 

@@ -42,7 +42,8 @@ class TrustedHosts:
         hosts = [v for k, v in headers if k == b"host"]
         for host in hosts:
             if not self._is_ours(_name(host)):
-                text = f"{host[:128]!r} is no host of this server: --allowed-hosts adds it, with an API key all may be"
+                start = f"start it with --allowed-hosts {_name(host[:128]) or 'NAME'}, or with an API key"
+                text = f"this server does not answer to the host name {host[:128]!r}: {start}, which allows all names"
                 raise ApiError(403, text, code="foreign_host")
         for origin in (v for k, v in headers if k == b"origin"):
             if ANY not in self._origins and origin not in self._origins and not _same(origin, hosts):

@@ -41,6 +41,7 @@ _PLAIN_WORDS = (  # replacements in pydantic's messages
     ("a valid integer", "an integer"),
     ("a valid ", "a "),
 )
+_ELSEWHERE = {"prompt": ("messages", "/v1/completions"), "messages": ("prompt", "/v1/chat/completions")}
 LONG = ("prompt", "messages", "session", "tokens")  # fields with limits of their own
 MAX_NEUTRAL_BYTES = 256  # a longer value of an unsupported field is never neutral
 
@@ -75,6 +76,9 @@ def _parse(model: type[M], body: bytes | bytearray, service: Service) -> tuple[M
     cuts = service.client.ready.truncates
     is_cut = "truncate_prompt_tokens" in model.model_fields and fields.get("truncate_prompt_tokens", _NULL) != _NULL
     limit = json_decoding.MAX_COMMAS if is_cut or cuts else service.client.ready.max_model_len
+    for name, (other, path) in _ELSEWHERE.items():
+        if name in fields and name not in model.model_fields and other in model.model_fields and other not in fields:
+            raise ApiError(400, f"{other} is missing; {name} belongs to {path}", param=other, code="invalid_value")
     rest = json_decoding.Allowance("the body")
     for name, raw in sorted(fields.items(), key=lambda field: field[0] not in ("tools", "functions")):
         if name in model.model_fields:

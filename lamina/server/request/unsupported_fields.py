@@ -4,6 +4,7 @@ not supported is refused unless its value requests nothing.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -166,7 +167,7 @@ def _nearest(name: str, known: Collection[str]) -> str | None:
 def check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     """Raises ApiError if an unsupported field requests something."""
     if value is not None and value not in neutral:
-        hint = f", or send {neutral[0]!r}" if neutral and neutral[0] not in ("", [], {}) else ""
+        hint = f", or send {json.dumps(neutral[0])}" if neutral and neutral[0] not in ("", [], {}) else ""
         hint = f", and {_TOGETHER[name]} with it" if name in _TOGETHER else hint
         text = f"{name} is not supported by this server: leave it out{hint}"
         if instead := _INSTEAD.get(name):  # older words of vLLM

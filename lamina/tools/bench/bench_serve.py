@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lamina.cli.common.flags import check_at_least
 from lamina.facts.report import count_text
 from lamina.tools.request_traces import TRACE_HELP, RequestTrace, read_trace, spread_arrivals
+from lamina.utils.install_command import install_command
 
 from .workload import (
     DATASETS,
@@ -106,13 +107,16 @@ def run(args: argparse.Namespace) -> int:
         import aiohttp
         import uvloop
     except ImportError as e:
-        raise ImportError(f"bench serve needs {e.name}: pip install 'lamina[serve]'") from e
+        raise ImportError(f"bench serve needs {e.name}: {install_command(str(e.name))}") from e
     try:
         result = uvloop.run(_measure(args, url, trace))
     except aiohttp.ClientConnectorError as e:
         raise OSError(_unreachable(e)) from e
     except (aiohttp.ClientError, TimeoutError) as e:
-        raise OSError(f"{url} does not answer: {type(e).__name__}: {e}") from e
+        text = f"{url} does not answer: {type(e).__name__}: {e}"
+        if isinstance(e, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError) and url.startswith("http:"):
+            text += f": is it HTTPS? --base-url {url.replace('http', 'https', 1)}"
+        raise OSError(text) from e
     _show(args, result)
     return 1 if result["failed"] else 0
 
@@ -239,6 +243,9 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.save_result:
         name = args.result_filename or f"lamina-bench-{result['date']}.json"
         path = Path(args.result_dir) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result) + "\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(result) + "\n")
+        except OSError as error:
+            raise OSError(f"--save-result: {path} cannot be written: {error.strerror}") from error
         print(f"written to {path}", file=sys.stderr)

@@ -23,6 +23,8 @@ OPTIONS = (
     "trust_remote_code", "hf_overrides", "quantization", "allow_unused_weights", "start_timeout_s", "step_timeout_s",
 )  # fmt: skip
 EPILOG = """\
+All axes take minutes for the shipped model, and an hour or more for one of 135 M parameters. --axis runs a part.
+
 promises: bitwise = the same tokens and the same log-probabilities, to the last bit, as the base run. It is promised for
 the transport, the number of memory workers, their weights, the partition and overlap, given the same plans, which are
 compared. With --deterministic it is also promised for the pipeline and other sequences of the batch.

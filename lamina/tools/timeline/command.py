@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from lamina.facts.report import count_text
 from lamina.observe.perfetto import read
 from lamina.observe.trace import Note
 from lamina.scheduler.conductor.decision_log import AFTER_PREFILL, CHOICE
@@ -56,7 +57,7 @@ def choices_text(notes: Sequence[Note], *, each: bool) -> list[str]:
     """Return how many prompts each worker computed, and why; ``each``: with a line for each prompt."""
     whys = [(n.fields["by"], n.fields["reason"]) if n.name == CHOICE else ("refused", n.fields["limit"]) for n in notes]
     counted = Counter(whys)
-    lines = ["", "prompts, by their prefill worker and the reason:"] if counted else []
+    lines = ["", "prompts, by the worker that computed them and the reason:"] if counted else []
     lines += [f"  {by:<16}{why:<42}{count:>7}" for (by, why), count in sorted(counted.items())]
     return [*lines, *([""] if each else []), *(_choice(note) for note in (notes if each else ()))]
 
@@ -90,7 +91,7 @@ def report_text(report: Report) -> str:
 
 
 def _run(report: Report) -> list[str]:
-    steps = f"{report.steps} step" + ("s" if report.steps != 1 else "")
+    steps = count_text(report.steps, "step")
     median, p99 = _ms(report.step_median_s), _ms(report.step_p99_s)
     return [f"{report.window_s:.3f} s, {steps}; a step takes {median} (median), {p99} (99th percentile)"]
 
@@ -115,7 +116,7 @@ def _events(report: Report) -> list[str]:
     for step in report.slow_steps:
         times = step.duration_s / report.step_median_s
         lines.append(
-            f"slow: step {step.step} of batch {step.batch}, {step.rows} rows: {_ms(step.duration_s)} "
+            f"slow: step {step.step} of batch {step.batch}, {count_text(step.rows, 'row')}: {_ms(step.duration_s)} "
             f"({times:.1f} x the median), most of it {STATES[step.cause]}"
         )
     return [*lines, ""] if lines else []

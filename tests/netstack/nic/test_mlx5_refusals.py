@@ -108,7 +108,7 @@ def opens(output: str) -> str:
 
 def test_on_a_whole_machine_it_opens(tmp_path: Path) -> None:
     done = launch(["doctor"], None, tmp_path)
-    assert opens(done.stdout) == "opens mlx5: yes you can use: mlx5", done.stdout + done.stderr
+    assert opens(done.stdout) == "opens mlx5: yes", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", WITHOUT)
@@ -120,7 +120,7 @@ def test_where_it_does_without_something_doctor_says_so(name: str, tmp_path: Pat
     said = opens(done.stdout)
     assert said.startswith("opens mlx5: yes; ")
     assert [said.count(word) for word in words] == [1] * len(words), said
-    assert said.endswith("you can use: mlx5")
+    assert done.stdout.startswith("you can use: mlx5\n")
 
 
 @pytest.mark.long
@@ -160,7 +160,7 @@ def test_doctor_says_in_one_line_what_is_missing(name: str, tmp_path: Path) -> N
     said = opens(done.stdout)
     assert lack.words in said
     assert lack.fix in said
-    assert said.endswith("you can use: none of these")
+    assert done.stdout.startswith("you can use: none of these\n")
 
 
 @pytest.mark.long

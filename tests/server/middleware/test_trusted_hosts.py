@@ -37,6 +37,14 @@ def test_names_that_were_made_to_lead_here_are_not(host: str) -> None:
     assert "--allowed-hosts" in error_of(response)["message"]
 
 
+def test_the_refusal_has_the_flag_as_it_is_written() -> None:
+    response = ask("POST", "/v1/completions", headers={"host": "192.168.1.5:8000"}, json=GOOD)
+    assert error_of(response)["message"] == (
+        "this server does not answer to the host name '192.168.1.5:8000': start it with --allowed-hosts 192.168.1.5, "
+        "or with an API key, which allows all names"
+    )
+
+
 @pytest.mark.parametrize(
     ("host", "options", "known"),
     [

@@ -83,7 +83,7 @@ def test_a_request_has_one_event_with_its_way_and_the_prices_of_all(
 def test_people_can_read_it(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", trace]) == 0
     plain = capsys.readouterr().out
-    assert "prompts, by their prefill worker and the reason:" in plain
+    assert "prompts, by the worker that computed them and the reason:" in plain
     assert "request 1" not in plain
     assert main(["timeline", trace, "--choices"]) == 0
     lines = capsys.readouterr().out.splitlines()

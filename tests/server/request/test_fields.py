@@ -59,7 +59,7 @@ def refused(path: str, body: dict[str, Any], service: Any = None) -> dict[str, A
         (COMPLETIONS, "typical_p", 0.5, "or send 1"),
         (COMPLETIONS, "length_penalty", 2, "or send 1"),
         (COMPLETIONS, "num_beams", 4, "or send 1"),
-        (COMPLETIONS, "return_hidden_states", True, "or send False"),
+        (COMPLETIONS, "return_hidden_states", True, "or send false"),
         (COMPLETIONS, "tools", [{"type": "function", "function": {"name": "f" * 300}}], "tools is not supported"),
         (CHAT, "reasoning_effort", "high", "the model's chat template does not take it"),
         (CHAT, "lora_path", "x", "lora_path is not supported"),
@@ -299,3 +299,15 @@ def test_a_template_file_that_is_none_is_told_at_once(
     assert said.count("\n") == 1
     assert f"--chat-template {path}" in said
     assert words in said
+
+
+def test_a_body_for_another_path_says_which() -> None:
+    said = refused(CHAT, {"prompt": "x"})
+    assert (said["message"], said["param"]) == ("messages is missing; prompt belongs to /v1/completions", "messages")
+    said = refused(COMPLETIONS, {"messages": TALK["messages"]})
+    assert said["message"] == "prompt is missing; messages belongs to /v1/chat/completions"
+
+
+def test_a_value_to_send_instead_is_json() -> None:
+    said = refused(COMPLETIONS, {**TEXT, "use_beam_search": True})["message"]
+    assert said == "use_beam_search is not supported by this server: leave it out, or send false"

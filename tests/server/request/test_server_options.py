@@ -162,6 +162,7 @@ def test_the_description_has_every_status_and_the_forms_of_a_prompt(tmp_path: An
     service = make_service(enable_tokenizer_info_endpoint=True, server_dev_mode=True)
     with_middleware(make_app(service), service)
     described = ask("GET", "/openapi.json", service).json()
+    assert "``" not in json.dumps(described), "texts are Markdown"
     operations = {(path, method): o for path, each in described["paths"].items() for method, o in each.items()}
     for (path, method), operation in operations.items():
         if path == "/":
