@@ -1,4 +1,4 @@
-"""Which numbers of a row depend on which others, found without computing any of them.
+"""The numbers of a row that depend on others, found without computing any of them.
 
 Each operator is replaced by one that adds up what its results may depend on. So a result is above 0 exactly where it
 may depend on a given number above 0. Its gradient is above 0 exactly at the given numbers on which it may depend.

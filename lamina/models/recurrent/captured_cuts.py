@@ -42,7 +42,7 @@ class LinearCuts(NamedTuple):
 
     @property
     def wide_columns(self) -> dict[str, tuple[Ranges, ...]]:
-        """Those of ``columns`` that are not narrow."""
+        """The entries of ``columns`` that are not narrow."""
         return {name: own for name, own in self.columns.items() if name not in self.narrow}
 
 
