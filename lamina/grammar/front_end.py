@@ -15,7 +15,7 @@ from lamina.request import SamplingParams
 from lamina.request.structured_outputs import StructuredOutputsParams
 
 from .compiler import GrammarCompiler, GrammarError, source_of
-from .schema_place import place_of
+from .schema_place import place_of, plain_reason
 
 LIMIT_S = 10.0  # for a grammar, once it begins to compile
 QUEUE_S = 60.0  # before that
@@ -69,9 +69,10 @@ class GrammarFrontEnd:
                 return self._check(source_of(asked, self._own_compiler().specials))
             except GrammarError as e:
                 place = place_of(str(e), json.loads(asked.json)) if isinstance(asked.json, str) else ""
-                if not place:
-                    raise
-                raise GrammarError(f"{e} (in {place})") from e
+                own = str(e)
+                if asked.regex is not None:
+                    own = own.replace("structured_outputs:", "structured_outputs.regex:", 1)
+                raise GrammarError(plain_reason(own) + (f" (in {place})" if place else "")) from e
 
         return begun, self._threads.submit(work)
 

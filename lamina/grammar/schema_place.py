@@ -11,11 +11,23 @@ _NAMED = frozenset(
 )  # of schemas by name
 _VALUES = frozenset(("const", "enum", "default", "examples"))  # of JSON, in which nothing is a schema
 _KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_REGEX = re.compile(r"regex parse error: .* error: (.*?)(?: \d+ \| |$)")
 _BY_VALUE = (  # error -> keyword, and what its value must be
     (re.compile(r"Invalid type: (\S+)"), "type", "{}"),
     (re.compile(r"Unknown format: (\S+)"), "format", "{}"),
     (re.compile(r"Pointer '(.*)' does not exist"), "$ref", "#{}"),
 )
+
+
+def plain_reason(error: str) -> str:
+    """Return an error of llguidance in one line of words, without its drawing of an expression."""
+    if match := _REGEX.search(error):
+        return f"{error.partition(': ')[0]}: {match[1]}"
+    if match := _KEYS.search(error):
+        keys = re.findall(r'"([^"]*)"', match[1])
+        text = f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} not supported"
+        return error[: match.start()] + text + error[match.end() :]
+    return error
 
 
 def place_of(error: str, schema: Any) -> str:

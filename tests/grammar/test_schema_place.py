@@ -29,7 +29,7 @@ def within(schema: Any) -> dict[str, Any]:
     ("schema", "words"),
     [
         ({"type": "strng"}, "Invalid type: strng"),
-        ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+        ({"not": {"type": "string"}}, "structured_outputs: not is not supported"),
         ({"$ref": "#/$defs/x"}, "'/$defs/x' does not exist"),
         ({"type": "string", "pattern": "("}, "unclosed group"),
         ({"type": "string", "format": "zzz"}, "Unknown format: zzz"),
@@ -49,3 +49,18 @@ def test_an_error_names_its_place(schema: dict[str, Any], words: str, vocabulary
 def test_an_error_that_no_schema_explains_has_no_place() -> None:
     assert place_of("no text follows this grammar", within({"type": "string"})) == ""
     assert place_of("Invalid type: strng", within({"enum": ["strng"]})) == ""
+
+
+@pytest.mark.parametrize(
+    ("regex", "words"),
+    [
+        ("a(b[", "unclosed character class"),
+        ("a{5,2}", "invalid repetition count range, the start must be <= the end"),
+        ("(?=x)a", "look-around, including look-ahead and look-behind, is not supported"),
+    ],
+)
+def test_a_wrong_expression_has_the_reason_without_a_drawing(regex: str, words: str, vocabulary: Vocabulary) -> None:
+    front = GrammarFrontEnd(lambda: vocabulary)
+    with pytest.raises(ValueError, match="structured_outputs") as error:
+        front.fill(SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex)))
+    assert str(error.value) == f"structured_outputs.regex: {words}"

@@ -107,4 +107,4 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_field(openai: OpenAI
     with pytest.raises(BadRequestError) as error:
         openai.chat.completions.create(model="tiny", messages=TALK, tools=tools, tool_choice="required")
     assert error.value.param == "tools"
-    assert 'tools: Unimplemented keys: ["uniqueItems"]' in error.value.message
+    assert "tools: uniqueItems is not supported" in error.value.message
