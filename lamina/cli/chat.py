@@ -246,8 +246,6 @@ def _converse(speaker: Speaker, system: str) -> None:
             print()
             continue
         word, _, rest = line.partition(" ")
-        if line and not is_terminal:
-            print(f"> {_plain(line)}", flush=True)
         if word == "/quit":
             return
         if word == "/new":

@@ -79,12 +79,11 @@ async def _serve(
     source = config.tokenizer or model
     remote, limit_s = engine_config.model.trust_remote_code, engine_config.deadlines.start_timeout_s
     defaults = default_sampling_params(model, config.generation_config, trust_remote_code=remote)
-    stages = StartupLog()
 
     def on_progress(progress: Progress) -> None:
         stages(progress.stage, progress.done, progress.total)
 
-    with _ended_by_signals(handle):
+    with _ended_by_signals(handle), contextlib.closing(StartupLog()) as stages:
         loading = load_in_background(source, trust_remote_code=remote, here=False, limit_s=limit_s)
         start = StartEngine(
             model=model,
@@ -96,7 +95,7 @@ async def _serve(
         names, restarts = config.names(model), EngineRestarts(start, launch_engine)
         metrics = ServerMetrics(names[0], config.conductor_config.limits)
         client = await EngineClient.connect(handle, on_progress, restarts, journal, metrics.on_step)
-    stages.end()
+        stages.end()
     renderer, ends = ChatRenderer(config.template_limits), contextlib.ExitStack()
     try:
         tokenizer = await asyncio.to_thread(loading.result, limit_s)

@@ -234,7 +234,7 @@ def test_whatever_a_server_streams_is_text_or_one_line(
     with Foreign(chunks) as server:
         assert chat_with(server, monkeypatch) == 0
     out, err = capsys.readouterr()
-    assert out == f"> hi\n{shown}\n"
+    assert out == f"{shown}\n"
     assert re.fullmatch(f"lamina-launch chat: {why}\n" if why else "", err)
 
 
