@@ -291,9 +291,18 @@ OPEN = '{"city": "a <b", "where": {"a": 1'
         ),
         (
             "qwen3_coder",
-            "<function=weather>\n<parameter=city>\na </function>\n</function>",
-            '{"city": "a </function>"}',
+            "<function=weather>\n<parameter=city>\n</function> b\n</function>\n</tool_call>",
+            '{"city": "</function> b"}',
         ),
+        (
+            "qwen3_coder",
+            "<function=weather>\n<parameter=city>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+            '{"city": "", "days": 3}',
+        ),
+        ("hermes", f'<tool_call>{{"name": "weather", "arguments": {OPEN}\n', OPEN + "\n"),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {}}\n', "{}"),
+        ("kimi_k2", "<|tool_call_begin|>weather:0<|tool_call_argument_begin|>{}", "{}"),
+        ("qwen3_coder", "<function=weather>\n<parameter=</function>", "{}"),
     ],
 )
 def test_a_call_that_a_model_writes_wrong_takes_none_of_the_next_one(
@@ -304,6 +313,14 @@ def test_a_call_that_a_model_writes_wrong_takes_none_of_the_next_one(
         _, made = parsed(name, divided(text + next_one.get(name, "<function=time.now>\n</function>"), seed))
         wrong = [] if arguments is None else [("weather", arguments)]
         assert made == [*wrong, ("time.now", "{}")], seed
+
+
+def test_a_value_may_have_lines_like_tags() -> None:
+    city = "write:\n<parameter=q>\n<parameter=z> in xml\n</function>\nend"
+    text = f"<tool_call>\n<function=weather>\n<parameter=city>\n{city}\n</parameter>\n</function>\n</tool_call>"
+    for seed in range(40):
+        _, ((name, given),) = parsed("qwen3_coder", divided(text, seed))
+        assert (name, json.loads(given)) == ("weather", {"city": city}), seed
 
 
 def test_arguments_stream_before_they_end() -> None:

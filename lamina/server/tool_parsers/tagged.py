@@ -80,12 +80,12 @@ class TaggedCalls:
         return True
 
     def _step_end(self) -> bool:
-        at = self._text.find(self._end)
-        if at < 0:
-            keep = num_held_back(self._text, (self._end,))
-            self._text = self._text[len(self._text) - keep :]
+        marks = (self._end, self._begin)
+        if (match := find_stop(self._text, marks)) is None:
+            self._text = self._text[len(self._text) - num_held_back(self._text, marks) :]
             return False
-        self._text, self._is_closing = self._text[at + len(self._end) :], False
+        at, mark = match
+        self._text, self._is_closing = self._text[at + (len(mark) if mark == self._end else 0) :], False
         return True
 
 

@@ -21,7 +21,7 @@ _GLM = Form(
     kept=("<arg_key>", "</tool_call>"), closes_key="</arg_key>",
 )  # fmt: skip
 _MINIMAX = Form((">",), "<parameter name=", ">", "</parameter>", "</invoke>")
-_QWEN = Form((">",), "<parameter=", ">", "</parameter>", "</function>", on_lines=True)
+_QWEN = Form((">",), "<parameter=", ">", "</parameter>", "</function>", on_lines=True, after_call="</tool_call>")
 
 
 def _kimi_name(id: str) -> str:

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[\w.:/-]+")
 class Form:
     """The tags of a format. ``name_ends``: texts that end the function's name; those of ``kept`` belong to what
     follows. ``key_end``: the text after a key; ``closes_key``: a tag before it. ``on_lines``: line breaks stand around
-    values.
+    values, and ``after_call`` follows a call.
     """
 
     name_ends: tuple[str, ...]
@@ -32,6 +32,7 @@ class Form:
     kept: tuple[str, ...] = ()
     closes_key: str = ""
     on_lines: bool = False
+    after_call: str = ""
 
 
 class TaggedParameters:
@@ -79,10 +80,10 @@ class TaggedParameters:
         """Read up to the next value. Return whether one begins."""
         form = self._form
         begin, end = self._text.find(form.key_begin), self._text.find(form.call_end)
-        if begin < 0 or 0 <= end < begin:
-            return False
         key, separator, rest = self._text[begin + len(form.key_begin) :].partition(form.key_end)
-        if not separator or (form.on_lines and rest in ("", "\r")):  # a line break that follows is no part of the value
+        if begin < 0 or not separator or 0 <= end < len(self._text) - len(rest):
+            return False
+        if form.on_lines and rest in ("", "\r"):  # a line break that follows is no part of the value
             return False
         self._key = key.rstrip().removesuffix(form.closes_key).strip(" \t\r\n\"'")
         self._text = rest.removeprefix("\n") if form.on_lines else rest
@@ -92,22 +93,14 @@ class TaggedParameters:
         return True
 
     def _step_value(self, events: list[Event]) -> bool:
-        """Read a part of a value. Return whether it has ended. On lines, it also ends before the next parameter, and
-        before the end of the call: models forget the tag.
-        """
-        form = self._form
-        marks: tuple[str, ...] = (form.value_end,)
-        if form.on_lines:
-            marks = ("\n" + form.value_end, *marks, "\n" + form.key_begin, "\n" + form.call_end)
-        at, end = find_stop(self._text, marks) or (-1, "")
-        if at < 0:
-            if self._streams and (keep := num_held_back(self._text, marks)) < len(self._text):
-                certain = len(self._text) - keep
-                self._add_text(self._text[:certain], events)
-                self._text = self._text[certain:]
+        """Read a part of a value. Return whether it has ended."""
+        end, rest = self._end_of_value()
+        if rest is None:
+            if self._streams and end:
+                self._add_text(self._text[:end], events)
+                self._text = self._text[end:]
             return False
-        closed = end.endswith(form.value_end)
-        value, self._text = self._text[:at], self._text[at + (len(end) if closed else 0) :]
+        value, self._text = self._text[:end], rest
         if self._streams:
             self._add_text(value, events)
             events.append(Arguments('"'))
@@ -116,6 +109,42 @@ class TaggedParameters:
         self._key = None
         self._count += 1
         return True
+
+    def _end_of_value(self) -> tuple[int, str | None]:
+        """Return the length of the value, and the text after it; None while it may go on after that length.
+
+        A model may forget a value's end tag. So a value on lines also ends before a line that begins another parameter
+        of the function, and before one that ends the call, if ``after_call`` follows.
+        """
+        form, text = self._form, self._text
+        marks = ("\n" + form.value_end, form.value_end) if form.on_lines else (form.value_end,)
+        at, mark = find_stop(text, marks) or (len(text), "")
+        for line in re.finditer("^", text[:at], re.MULTILINE) if form.on_lines else ():
+            start = max(0, line.start() - 1)
+            if (self._has_text and line.start() == 0) or not (ends := self._ends_without_tag(text[line.start() :])):
+                continue
+            return start, text[start:] if ends == "ends" else None
+        if mark:
+            return at, text[at + len(mark) :]
+        opens = ("\n" + form.key_begin, "\n" + form.call_end) if form.on_lines else ()
+        if not self._has_text and any(tag[1:].startswith(text) for tag in opens):
+            return 0, None
+        return len(text) - num_held_back(text, (*marks, *opens)), None
+
+    def _ends_without_tag(self, line: str) -> str:
+        """Return "ends" if the value has ended before this text, "may" if more text decides, "" if it goes on."""
+        form = self._form
+        if line.startswith(form.key_begin):
+            key, separator, _ = line[len(form.key_begin) :].partition(form.key_end)
+            if "\n" in key:
+                return ""
+            return ("ends" if key.strip() in self._schemas else "") if separator else "may"
+        if line.startswith(form.call_end):
+            rest = line[len(form.call_end) :].lstrip()
+            if rest.startswith(form.after_call):
+                return "ends"
+            return "may" if form.after_call.startswith(rest) else ""
+        return ""
 
     def _head(self) -> str:
         return f"{', ' if self._count else ''}{json.dumps(self._key, ensure_ascii=False)}: "
