@@ -144,6 +144,17 @@ def test_rows_of_a_packed_weight_are_its_numbers(name: str, bits: int, group: in
             backend.quantized_rows(torch.tensor([1, wrong]), packed.data, packed.form)
 
 
+@pytest.mark.parametrize("name", ENTRIES)
+def test_rows_are_looked_up_by_integers_of_32_or_64_bits(name: str) -> None:
+    packed = open_entry(name).pack_quantized(weight(70, 384, 8, 32))
+    ids = torch.tensor([3, 0, 69, 1])
+    due = QUANTIZED_ROWS_OP(ids, packed.data, packed.form)
+    assert torch.equal(QUANTIZED_ROWS_OP(ids.int(), packed.data, packed.form), due)
+    for wrong in (ids.float(), ids.to(torch.uint8)):
+        with pytest.raises(ValueError, match="ids must be int64 or int32, not torch"):
+            QUANTIZED_ROWS_OP(wrong, packed.data, packed.form)
+
+
 def bound(name: str, x: Tensor, w: QuantizedWeight, b: Tensor, exact: Tensor) -> Tensor:
     """The most by which y may differ from the exact result. A product is rounded so often on its way to y in fp32, each
     time relative to the sum of all magnitudes. Then y is rounded to the dtype of x.

@@ -41,7 +41,8 @@ class QuantizedWeight:
             groups = ", ".join(map(str, GROUPS[self.bits]))
             shapes = f"{tuple(self.scales.shape)} scales of {tuple(self.codes.shape)} codes"
             raise ValueError(f"{self.bits} bits go by channel or by groups of {groups}, not as {shapes}")
-        if len(self.values) != 16 or torch.tensor(self.values).bfloat16().tolist() != list(self.values):
+        rounded = torch.tensor(self.values, dtype=torch.float32).bfloat16()
+        if len(self.values) != 16 or rounded.tolist() != list(self.values):
             raise ValueError(f"a code of 4 bits stands for one of 16 numbers that bf16 can hold, not {self.values}")
 
     @cached_property

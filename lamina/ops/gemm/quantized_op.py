@@ -45,8 +45,13 @@ def _(x: Tensor, data: Tensor, ids: Tensor, b: Tensor | None, form: str) -> Tens
 
 @torch.library.custom_op("lamina::quantized_rows", mutates_args=())
 def quantized_rows(ids: Tensor, data: Tensor, form: str) -> Tensor:
-    """Return rows ``ids`` [...] of the packed weight (data, form) [N, K]: [..., K], in fp32."""
-    return _backend(PackedForm.decode(form).order, torch.get_num_threads()).quantized_rows(ids, data, form)
+    """Return rows ``ids`` [...], int64 or int32, of the packed weight (data, form) [N, K]: [..., K], in fp32. Raises
+    ValueError for ids of another dtype.
+    """
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"ids must be int64 or int32, not {ids.dtype}")
+    backend = _backend(PackedForm.decode(form).order, torch.get_num_threads())
+    return backend.quantized_rows(ids.long(), data, form)
 
 
 @quantized_rows.register_fake
