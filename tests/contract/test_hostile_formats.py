@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lamina.models.checkpoint import StoredWeight, stored_tensors
 from lamina.models.errors import ModelError
-from lamina.models.quantization import open_format
+from lamina.models.quantization import INPUT_GROUPS, open_format
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/oracle.json"))
@@ -37,6 +37,8 @@ def answer(stored: Mapping[str, StoredWeight], settings: Any) -> str:
         return torch.ones(stored[name].shape).to(DTYPES[stored[name].dtype])
 
     def header(name: str) -> Tensor:
+        if name.endswith(INPUT_GROUPS):
+            return read(name)
         return torch.empty(stored[name].shape, dtype=DTYPES[stored[name].dtype], device="meta")
 
     try:
