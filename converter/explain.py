@@ -17,7 +17,7 @@ from .slices import CutCall, MixerCall, Slice, SlicedProgram
 
 BLOCKS = ("before_q", "between", "after_kv")
 
-_LOOKUPS = {"embedding"}
+_LOOKUPS = {"embedding", "quantized_rows"}
 
 
 @dataclass(frozen=True)
