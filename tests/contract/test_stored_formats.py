@@ -12,6 +12,7 @@ lamina/models/quantization/quantized_linear.py, lamina/ops/gemm/quantized_op.py.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +159,56 @@ def test_ranks_do_not_share_groups_of_any_inputs(name: str) -> None:
     words = r"--tensor-parallel-size 2 cuts .*, whose groups have inputs of all ranks \(desc_act, actorder\): use one"
     with pytest.raises(ModelError, match=words):
         load(CHECKPOINTS / name, backend=get("native", 1), rank=0, size=2)
+
+
+def in_order(tensors: dict[str, torch.Tensor], *, unset: bool) -> None:
+    """Stores the groups of inputs that are in order, or -1."""
+    for name in (name for name in tensors if name.endswith("g_idx")):
+        tensors[name] = torch.arange(len(tensors[name])).int() // 32
+        if unset:
+            tensors[name].fill_(-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "unset"), [("llama_gptq_act", False), ("llama_int4_act", False), ("llama_int4_act", True)]
+)
+def test_groups_whose_inputs_are_in_order_need_none(tmp_path: Path, name: str, unset: bool) -> None:
+    path = changed(tmp_path, name, lambda tensors: in_order(tensors, unset=unset))
+    for size in (1, 2):
+        model = load(path, dtype="float32", backend=get("native", 1), rank=0, size=size).model
+        layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+        assert layers
+        assert all(layer.order is None for layer in layers)
+
+
+EMBEDDINGS = "model.embed_tokens"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_whose_groups_have_any_inputs_are_looked_up_in_order(
+    tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        torch.manual_seed(0)
+        rows, width = tensors.pop(f"{EMBEDDINGS}.weight").shape
+        groups = (torch.arange(width) // 32)[torch.randperm(width)].int()
+        tensors[f"{EMBEDDINGS}.weight_packed"] = torch.randint(-(2**31), 2**31, (rows, width // 8)).int()
+        tensors[f"{EMBEDDINGS}.weight_scale"] = (0.03 + 0.03 * torch.rand(rows, width // 32)).bfloat16()
+        tensors[f"{EMBEDDINGS}.weight_shape"] = torch.tensor([rows, width])
+        tensors[f"{EMBEDDINGS}.weight_g_idx"] = groups
+        if tied:
+            tensors.pop("lm_head.weight")
+
+    path = changed(tmp_path, "llama_int4_act", pack)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    ids, plain = torch.tensor([[3, 17, 90, 4]]), load(path, dtype="float32").model
+    with caplog.at_level(logging.WARNING):
+        packed = load(path, dtype="float32", backend=get("native", 1)).model
+    with torch.no_grad():
+        due = plain(ids).logits
+        assert float((packed(ids).logits - due).abs().max() / due.std()) < BOUND
+    assert f"{EMBEDDINGS}.weight is not packed, but becomes numbers of --dtype: groups of embeddings" in caplog.text
 
 
 def test_biases_of_zeros_in_layers_without_biases(tmp_path: Path) -> None:

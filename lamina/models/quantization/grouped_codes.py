@@ -49,6 +49,11 @@ class GroupedCodes:
         w = w.view(q.shape)
         return w if self.order is None else w[:, self.order.argsort()]
 
+    def without_idle_order(self) -> GroupedCodes:
+        """Return the weight without its order if that is the order of inputs."""
+        is_idle = self.order is not None and torch.equal(self.order, torch.arange(len(self.order)))
+        return replace(self, order=None) if is_idle else self
+
     def columns(self, spans: Sequence[slice]) -> GroupedCodes:
         """Return the rows of the weight in ``spans``, which are columns of a product."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -26,6 +27,7 @@ from .quantized_embedding import QuantizedEmbedding
 from .quantized_linear import QuantizedLinear
 from .round_to_nearest import RoundToNearest
 
+log = logging.getLogger(__name__)
 _DTYPES = {
     "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -103,11 +105,16 @@ def _replaced(
             continue
         owners, is_only_use = layers.owners(target, with_tables=weight.quantized is not None)
         cuts = {shard.sharded_dims.get(f"{name}.weight") for name in owners}
+        if len(cuts) > 1:
+            _log_unpacked(quantized, "ranks have other parts of the head than of the embeddings")
         if len(cuts) != 1:
             continue
         codes = _part(quantized, cut := cuts.pop(), shard, read)
         packed = codes.for_kernels()
         if packed is None:
+            continue
+        if codes.order is not None and layers.has_table(owners):
+            _log_unpacked(quantized, "groups of embeddings have any inputs (desc_act, actorder)")
             continue
         own = layers.replace(owners, *backend.pack_quantized(packed), codes.order)
         replaced.append(PackedLayer(own, quantized, cut, shard, is_only_use))
@@ -152,6 +159,9 @@ class _Matrices:
             return [*linear, *tables], True
         return linear[:1], not is_tied
 
+    def has_table(self, owners: Sequence[str]) -> bool:
+        return any(type(self._modules[owner]) is nn.Embedding for owner in owners)
+
     def replace(
         self, owners: Sequence[str], data: Tensor, form: str, order: Tensor | None
     ) -> tuple[QuantizedLinear | QuantizedEmbedding, ...]:
@@ -172,9 +182,13 @@ class _Matrices:
         return tuple(made)
 
 
+def _log_unpacked(weight: QuantizedTensor, why: str) -> None:
+    log.warning("%s is not packed, but becomes numbers of --dtype: %s", weight.name, why)
+
+
 def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, read: Read) -> GroupedCodes:
     assert weight.packed is not None
-    codes, part = weight.packed(read), shard.weight_shard
+    codes, part = weight.packed(read).without_idle_order(), shard.weight_shard
     if cut is not None:
         spans = cut.spans(part, codes.codes.shape[cut.dim])
         group = codes.group

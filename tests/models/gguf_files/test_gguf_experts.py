@@ -18,11 +18,14 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lamina import LLM, SamplingParams
+from lamina.models.attention_routing import WeightShard
 from lamina.models.errors import ModelError
 from lamina.models.load import load
+from lamina.models.quantization.pack_weights import replace_layers
 from lamina.models.quantization.quantized_embedding import QuantizedEmbedding
 from lamina.models.quantization.quantized_experts import ExpertWeights
 from lamina.models.quantization.quantized_linear import QuantizedLinear
+from lamina.models.tensor_parallel_shard import ShardedDim, ShardPlan
 from lamina.ops.gemm import get
 
 pytestmark = pytest.mark.no_retry
@@ -224,6 +227,18 @@ def test_tied_embeddings_have_the_bytes_of_the_head(entry: str, tmp_path: Path) 
     data[17] = data[18]  # a token of IDS
     other = load(mixture.write(tmp_path / "other.gguf"), dtype="float32", backend=get(entry, 1)).model
     assert error(model, other) > 1e-3
+
+
+def test_a_head_and_embeddings_of_other_cuts_become_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mixture = Mixture("qwen3moe", ("Q8_0",) * 3, tied=True)
+    path, model = mixture.write(tmp_path / "m.gguf"), mixture.model()
+    shard = ShardPlan(WeightShard(0, 2), {"lm_head.weight": ShardedDim(-2)}, {})
+    with caplog.at_level(logging.WARNING):
+        replace_layers(model, path, shard, get("native", 1))
+    assert type(model.get_input_embeddings()) is torch.nn.Embedding
+    assert type(model.get_output_embeddings()) is torch.nn.Linear
+    words = "embed_tokens.weight is not packed, but becomes numbers of --dtype: ranks have other parts of the head"
+    assert words in caplog.text
 
 
 def test_gate_and_up_are_in_any_order(tmp_path: Path) -> None:
