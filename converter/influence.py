@@ -119,7 +119,7 @@ def run_row(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Tensor]) -> dict[f
         return (torch.rand(shape_of_row(like), generator=draw) + 0.5).to(like.dtype)
 
     for node in nodes:
-        if node.meta.get("val") is not None and not computed.isdisjoint(node.all_input_nodes):
+        if node not in given and node.meta.get("val") is not None and not computed.isdisjoint(node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             computed.add(node)

@@ -28,6 +28,7 @@ from .mixer_routing import routed_mixers
 
 Ranges = tuple[tuple[int, int], ...]  # first number, and the one after the last
 GATHERED = "colwise_gather_output"  # a style of transformers, which divides the work, and makes the result whole
+ROWWISE = {"rowwise", "rowwise_rep", "rowwise_split_input"}  # styles of layers that read an equal share of their inputs
 
 
 class LinearCuts(NamedTuple):
@@ -111,6 +112,14 @@ def _linears(captured: Capture, modules: Mapping[str, nn.Module]) -> Iterator[tu
                 yield node, path
 
 
+class _Read(NamedTuple):
+    """A node that ``reader`` reads. ``mask``: 1 where it does, else 0; None: it reads all numbers."""
+
+    reader: fx.Node
+    source: fx.Node
+    mask: Tensor | None
+
+
 class _CutFinder:
     """Finds the cuts of a captured step for ``size`` ranks."""
 
@@ -144,6 +153,7 @@ class _CutFinder:
                 f"--tensor-parallel-size: {linears[split[0]]} runs more than once, in ways that ranks cannot divide "
                 f"alike: leave it at 1"
             )
+        self._check_heads(rows)
         narrow = frozenset(name for row in rows for name in self._narrow_inputs(row, columns))
         return LinearCuts(columns, narrow, frozenset(names))
 
@@ -185,24 +195,51 @@ class _CutFinder:
         mask[..., rank * each : (rank + 1) * each] = 1.0
         return mask
 
-    def _needed(self, rank: int, rows: Sequence[fx.Node]) -> dict[str, Tensor]:
-        """Return which columns of each linear layer ``rank`` needs."""
-        step, known = self._step, self._known
-        wanted: list[tuple[Any, Tensor | None]] = [(a, None) for a in step.graph.output_node().all_input_nodes]
+    def _check_heads(self, rows: Sequence[fx.Node]) -> None:
+        """Raise UnsupportedModelError if a rank reads heads that other ranks compute: it has zeros in their places."""
+        planned = [node for node, name in self._step.linears.items() if self._planned.get(name) in ROWWISE]
+        for rank in range(self._size):
+            reads = self._reads(rank, [*rows, *planned])
+            if self._foreign(reads, rank) is None:
+                continue
+            reader, call = next((r.reader, call) for r in reads if (call := self._foreign([r], rank)) is not None)
+            raise UnsupportedModelError(
+                f"--tensor-parallel-size: {self._step.linears.get(reader) or module_path(reader) or 'the model'} reads "
+                f"heads of {module_path(call)} in a way that ranks cannot divide: leave it at 1"
+            )
+
+    def _foreign(self, reads: Sequence[_Read], rank: int) -> fx.Node | None:
+        """Return a call on whose heads of other ranks ``reads`` depend; None if there is none."""
+        gradients = self._depends_on(reads)
+        calls = (call for call in self._own if call in gradients)
+        return next((call for call in calls if bool((gradients[call] * (1.0 - self._own[call][rank])).any())), None)
+
+    def _reads(self, rank: int, rows: Sequence[fx.Node]) -> list[_Read]:
+        """Return all that ``rank`` reads. ``rows``: layers that read an equal share of their inputs."""
+        step, end = self._step, self._step.graph.output_node()
+        reads = [_Read(end, source, None) for source in end.all_input_nodes]
         for node in step.linears:
             source: Any = node.args[0]
-            wanted.append((source, self._share(known[source], rank) if node in rows else None))
+            reads.append(_Read(node, source, self._share(self._known[source], rank) if node in rows else None))
         for call in step.attentions:
-            wanted += [(a, own_output(a, 1, rank, self._size)) for a in call.args[:3] if isinstance(a, fx.Node)]
+            sources = [a for a in call.args[:3] if isinstance(a, fx.Node)]
+            reads += [_Read(call, a, own_output(a, 1, rank, self._size)) for a in sources]
         for call in step.mixers:
-            wanted += own_inputs(call, part_of(call, rank, self._size))
-        wanted += [(each.source, each.own[rank]) for each in self._shared]
+            reads += [_Read(call, *each) for each in own_inputs(call, part_of(call, rank, self._size))]
+        return reads + [_Read(each.node, each.source, each.own[rank]) for each in self._shared]
+
+    def _depends_on(self, reads: Sequence[_Read]) -> dict[fx.Node, Tensor]:
+        """Return the given numbers on which ``reads`` depend, as gradients."""
         total = torch.zeros(())
-        for node, mask in wanted:
-            if isinstance(value := known.get(node), Tensor):
+        for _, source, mask in reads:
+            if isinstance(value := self._known.get(source), Tensor):
                 total = total + (value if mask is None else value * mask).sum()
-        gradients, needed = _gradients(total, self._given), dict[str, Tensor]()
-        for node, name in step.linears.items():
+        return _gradients(total, self._given)
+
+    def _needed(self, rank: int, rows: Sequence[fx.Node]) -> dict[str, Tensor]:
+        """Return which columns of each linear layer ``rank`` needs."""
+        gradients, needed = self._depends_on(self._reads(rank, rows)), dict[str, Tensor]()
+        for node, name in self._step.linears.items():
             width = _shape(node)[-1]
             own = gradients[node].view(-1, width).any(0) if node in gradients else torch.zeros(width, dtype=torch.bool)
             needed[name] = own | needed.get(name, own)

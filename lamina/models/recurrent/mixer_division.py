@@ -80,7 +80,7 @@ def shared_sums(graph: fx.Graph, call: fx.Node, masks: Sequence[Tensor]) -> list
         lacks = [influence(after, each) for each in given]
         if (node := _first_mixed(after, lacks)) is None:
             return shared
-        if operator_name(node) not in SUMS or not _adds_zeros(after, call, node):
+        if operator_name(node) not in SUMS or not _adds_zeros(after, call, shared, node):
             raise UnsupportedModelError(
                 f"--tensor-parallel-size: {module_path(node) or 'the model'} computes {operator_name(node)} of all "
                 f"heads of {module_path(call)}, which ranks cannot divide: leave it at 1"
@@ -110,10 +110,14 @@ def _first_mixed(after: Sequence[fx.Node], lacks: Sequence[dict[fx.Node, Any]]) 
     return None
 
 
-def _adds_zeros(after: Sequence[fx.Node], call: fx.Node, total: fx.Node) -> bool:
-    """Return whether ``total`` adds up zeros alone, if those are all that ``call`` gives."""
+def _adds_zeros(after: Sequence[fx.Node], call: fx.Node, shared: Sequence[SharedSum], total: fx.Node) -> bool:
+    """Return whether ``total`` adds up zeros alone, if those are all that ``call`` gives. ``shared``: the sums before
+    it, which all ranks have, so they are not 0.
+    """
     source: Any = total.args[0]
-    value = run_row(after[: after.index(total)], {call: torch.zeros(shape_of_row(call.meta["val"]))}).get(source)
+    given = {call: torch.zeros(shape_of_row(call.meta["val"]))}
+    given |= {each.node: torch.rand(shape_of_row(each.node.meta["val"])) + 0.5 for each in shared}
+    value = run_row(after[: after.index(total)], given).get(source)
     return isinstance(value, Tensor) and not bool(value.any())
 
 

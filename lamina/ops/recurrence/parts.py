@@ -33,7 +33,8 @@ class Part:
         if not 0 <= first < first + count <= whole.heads:
             raise ValueError(f"heads {first} to {first + count} of {whole.heads} are no part of a recurrence")
         if whole.kind == "convolution":
-            return Part(whole, first, msgspec.structs.replace(whole, heads=count))
+            spec = msgspec.structs.replace(whole, heads=count, cut_of=whole.cut_of or whole.heads)
+            return Part(whole, first, spec)
         per_group, at = whole.heads_per_group, whole.first_head + first
         groups = -(-(at % per_group + count) // per_group)
         spec = msgspec.structs.replace(whole, heads=count, groups=groups, first_head=at % per_group)

@@ -57,6 +57,7 @@ class RecurrenceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip: bool = True
     prompt_dt_least: float = 0.0
     prompt_dt_most: float = 0.0  # 0 = no bound
+    cut_of: int = 0  # channels of the model's layer of which this ``convolution`` is a part; 0 = it is no part
 
     def __post_init__(self) -> None:
         sizes = self.heads, self.heads_per_group, self.value_dim
@@ -89,8 +90,10 @@ class RecurrenceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def run(self) -> int:
-        """The heads that one worker has, and one fragment in storage; of ``convolution`` a run of channels."""
-        return min(MAX_RUN, -(-self.heads // RUNS)) if self.kind == "convolution" else 1
+        """The heads that one worker has, and one fragment in storage; of ``convolution`` a run of channels. All parts
+        of a layer have the same.
+        """
+        return min(MAX_RUN, -(-(self.cut_of or self.heads) // RUNS)) if self.kind == "convolution" else 1
 
     @property
     def channels(self) -> int:

@@ -157,3 +157,51 @@ def test_a_maximum_of_all_heads_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(BambaRMSNormGated, "forward", lambda self, x, gate=None: x - x.amax(-1, keepdim=True))
     with pytest.raises(ModelError, match=r"computes amax of all heads of .*layers.0.mamba, which .* leave it at 1$"):
         plan_shard(meta("bamba"), 0, SIZE, MAX_LEN)
+
+
+def layer_norm(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Return what nn.LayerNorm computes, of single operators."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def interleaved(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Return the first number of all heads, then their second one, and so on."""
+    return x.unflatten(-1, (8, -1)).transpose(-1, -2).flatten(-2)
+
+
+def test_a_norm_of_differences_from_the_mean_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean is not 0 on a rank, so its differences are not 0 in the places of other ranks' heads."""
+    from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+
+    monkeypatch.setattr(BambaRMSNormGated, "forward", layer_norm)
+    with pytest.raises(ModelError, match=r"computes mean of all heads of .*layers.0.mamba, which .* leave it at 1$"):
+        plan_shard(meta("bamba"), 0, SIZE, MAX_LEN)
+
+
+@pytest.mark.parametrize("plan", [{}, {"model.layers.*.mamba.out_proj": "rowwise"}])
+def test_rows_across_heads_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, plan: dict[str, str]) -> None:
+    """Each rank's share of the inputs of out_proj has numbers of all heads, even if a plan says to divide them."""
+    from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+
+    monkeypatch.setattr(BambaRMSNormGated, "forward", interleaved)
+    model: Any = meta("bamba")
+    model._tp_plan = {**(model._tp_plan or {}), **plan}
+    with pytest.raises(ModelError, match=r"layers.0.mamba.out_proj reads heads of .*layers.0.mamba .* leave it at 1$"):
+        plan_shard(model, 0, SIZE, MAX_LEN)
+
+
+def test_heads_added_to_the_residual_stream_are_refused_by_name() -> None:
+    model: Any = meta("bamba")
+    mixer, streams = model.model.layers[0].mamba, list[Tensor]()
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        streams.append(kwargs["hidden_states"])
+
+    def add(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (args[0] + torch.cat([streams[-1]] * (args[0].shape[-1] // streams[-1].shape[-1]), -1),)
+
+    mixer.register_forward_pre_hook(keep, with_kwargs=True)
+    mixer.out_proj.register_forward_pre_hook(add)
+    with pytest.raises(ModelError, match=r"layers.0.mamba.out_proj reads heads of .*layers.0.mamba .* leave it at 1$"):
+        plan_shard(model, 0, SIZE, MAX_LEN)

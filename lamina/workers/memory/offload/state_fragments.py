@@ -1,8 +1,8 @@
 """Versions of recurrent states as fragments, read from a memory worker's slots and written back to them.
 
 A fragment is the state of some heads of one recurrent layer, in fp32: of one head, or of a run of channels if the layer
-is a convolution alone. It does not depend on slots, nor on the number of memory workers, since these have whole runs,
-unless there are more of them than runs.
+is a convolution alone. It does not depend on slots, nor on the numbers of ranks and memory workers, since these have
+whole runs, unless there are more of them than runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lamina.kv.pages import PAGE, PageFragment
 from lamina.ops.recurrence.parts import Part
-from lamina.ops.recurrence.spec import MAX_RUN, RecurrenceSpec
+from lamina.ops.recurrence.spec import MAX_RUN
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import LoadKv, RowRange
 from lamina.utils.tensor_buffers import tensor_over
@@ -58,10 +58,9 @@ class StateFragments:
         for number, piece in enumerate(store.pieces):
             if piece is None:
                 continue
-            first, stop = piece.part.first, piece.part.first + piece.spec.heads
-            before = rank * piece.part.whole.heads  # heads of lower ranks
-            for low, high in _runs(piece.part.whole, first, stop):
-                name = PageFragment(first_layer + number, (before + low) * MAX_RUN + high - low - 1)
+            first = rank * piece.part.whole.heads + piece.part.first  # of the model's layer, as ``low`` and ``high``
+            for low, high in _runs(piece.spec.run, first, first + piece.spec.heads):
+                name = PageFragment(first_layer + number, low * MAX_RUN + high - low - 1)
                 yield name, (number, Part.of(piece.spec, low - first, high - low))
 
     def locate(self, sequence: int, length: int, location: KvLocation) -> StateSlot | None:
@@ -157,11 +156,10 @@ class StateCopy:
         self._left.clear()
 
 
-def _runs(whole: RecurrenceSpec, first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of heads that make fragments. They are the same for all cuts of the layer, unless it is cut within
-    a run: then other workers do not find these states.
+def _runs(size: int, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of heads that make fragments, of ``size`` heads. They are the same for all cuts of the layer,
+    unless it is cut within a run: then other workers do not find these states.
     """
-    size = whole.run
     while first < stop:
         high = min(stop, (first // size + 1) * size)
         yield first, high

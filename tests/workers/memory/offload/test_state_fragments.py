@@ -35,7 +35,7 @@ class Bench:
     """A memory worker's store of a model with one attention layer and two recurrent ones, with its transfers."""
 
     def __init__(
-        self, spec: RecurrenceSpec, medium: Any, name: str = "head", workers: int = 1, worker: int = 0
+        self, spec: RecurrenceSpec, medium: Any, name: str = "head", workers: int = 1, worker: int = 0, rank: int = 0
     ) -> None:
         layers, weights = [shape()], [1.0] * workers
         partition, operands = PARTITIONS[name]([layers[0].kv_heads], weights, 1), ["float32"] * len(spec.static_shapes)
@@ -46,7 +46,7 @@ class Bench:
         self.store = KvStore(wanted, torch.device("cpu"))
         self.said: SimpleQueue[TransferDone | LoadReady] = SimpleQueue()
         self.counters, self.step = Counters(), 0
-        self.transfers = PageTransfers(medium, self.store, self.said.put, self.counters)
+        self.transfers = PageTransfers(medium, self.store, self.said.put, self.counters, rank=rank)
 
     def do(self, *parts: SequenceOp | RowRange) -> None:
         rows = [part for part in parts if isinstance(part, RowRange)]
@@ -132,18 +132,45 @@ def test_states_are_the_same_on_other_workers(kind: str, before: int, after: int
         bench.transfers.end()
 
 
+@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "bamba"])
-def test_ranks_have_the_names_of_their_own_heads(kind: str) -> None:
-    """They share a directory. Heads have the names that they have without ranks, and runs of channels others."""
-    spec, found = SPECS[kind], list[frozenset[PageFragment]]()
+def test_ranks_have_the_names_of_their_own_heads(kind: str, workers: int) -> None:
+    """They share a directory. Heads and runs of channels have the names that they have without ranks."""
+    spec, found = SPECS[kind], list[PageFragment]()
     for rank in range(2):
-        bench = Bench(Part.of(spec, rank * spec.heads // 2, spec.heads // 2).spec, host())
-        found.append(StateFragments(bench.store.states, 1, rank).whole)
-        bench.transfers.end()
-    assert not found[0] & found[1]
+        own = Part.of(spec, rank * spec.heads // 2, spec.heads // 2).spec
+        for worker in range(workers):
+            bench = Bench(own, host(), "head", workers, worker)
+            found += StateFragments(bench.store.states, 1, rank).whole
+            bench.transfers.end()
     whole = Bench(spec, host())
-    assert kind == "lfm2" or found[0] | found[1] == StateFragments(whole.store.states, 1).whole
+    assert sorted(found) == sorted(StateFragments(whole.store.states, 1).whole)
     whole.transfers.end()
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "bamba"])
+def test_ranks_find_states_that_were_stored_without_ranks(kind: str) -> None:
+    spec, medium, place = SPECS[kind], host(), KvLocation()
+    bench = Bench(spec, medium)
+    bench.fill(1, place)
+    wholes = [torch.randn(spec.state_size) for _ in range(2)]
+    for state, whole in zip(bench.states(1), wholes, strict=True):
+        state.copy_(whole)
+    bench.do(save())
+    assert bench.report().num_pages == 1
+    bench.transfers.end()
+    for rank in range(2):
+        part = Part.of(spec, rank * spec.heads // 2, spec.heads // 2)
+        bench = Bench(part.spec, medium, rank=rank)
+        assert bench.transfers.listed_states(9) == [KEY]
+        bench.fill(2, place)
+        bench.do(*load(2, 0, place))
+        assert bench.report() == TransferDone(epoch=0, transfer_id=0, num_pages=1)
+        bench.do()
+        for state, whole in zip(bench.states(2), wholes, strict=True):
+            expected = part.take_state(whole)
+            assert torch.equal(torch.where(expected == 0, expected, state), expected), "but for what aligns"
+        bench.transfers.end()
 
 
 def test_states_whose_slot_is_given_up_are_copied_before_they_are_saved() -> None:
