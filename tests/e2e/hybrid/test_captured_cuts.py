@@ -179,16 +179,16 @@ def test_a_norm_of_differences_from_the_mean_is_refused_by_name(monkeypatch: pyt
         plan_shard(meta("bamba"), 0, SIZE, MAX_LEN)
 
 
-@pytest.mark.parametrize("plan", [{}, {"model.layers.*.mamba.out_proj": "rowwise"}])
+@pytest.mark.parametrize("plan", [{}, {"layers.*.mamba.out_proj": "rowwise"}])
 def test_rows_across_heads_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, plan: dict[str, str]) -> None:
     """Each rank's share of the inputs of out_proj has numbers of all heads, even if a plan says to divide them."""
     from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
     monkeypatch.setattr(BambaRMSNormGated, "forward", interleaved)
-    model: Any = meta("bamba")
-    model._tp_plan = {**(model._tp_plan or {}), **plan}
+    config: Any = build_hybrid("bamba").config
+    config.base_model_tp_plan = {**(config.base_model_tp_plan or {}), **plan}
     with pytest.raises(ModelError, match=r"layers.0.mamba.out_proj reads heads of .*layers.0.mamba .* leave it at 1$"):
-        plan_shard(model, 0, SIZE, MAX_LEN)
+        plan_shard(from_config(config), 0, SIZE, MAX_LEN)
 
 
 def test_heads_added_to_the_residual_stream_are_refused_by_name() -> None:
