@@ -47,7 +47,7 @@ from lamina.config.partition import KvShards, Partition
 from .kv_placement import FIRST_LOCATION, KvLocation
 from .mixers import Exchange, MixerShape
 
-VERSION = 27
+VERSION = 28
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MEMORY_WORKERS = -1  # in place of a prefill worker's number: all memory workers

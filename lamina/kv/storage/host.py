@@ -109,10 +109,10 @@ class HostStorage:
         """
         with self._lock:
             lying = self._open().get(key)
-        there = (
-            {} if lying is None else {a: c for a, c in lying.fragments.items() if fragments is None or a in fragments}
-        )
-        if lying is None or not there:
+        if lying is None:
+            raise PageGoneError
+        there = {a: c for a, c in lying.fragments.items() if fragments is None or a in fragments}
+        if not there:
             raise FragmentLostError("no such fragment is here")
         if any(checksum(copy.data) != copy.sum for copy in there.values()):
             raise FragmentLostError("a fragment is damaged")

@@ -112,12 +112,15 @@ class TieredStorage:
     ) -> tuple[Page, dict[PageFragment, bytes]]:
         """Return a page and its bytes, the newer ones if both places have some. Raises FragmentLostError."""
         copy: tuple[Page, dict[PageFragment, bytes]] | None = None
+        errors = list[FragmentLostError]()
         for place in (self._disk, self._memory):  # memory has the newer bytes
-            with suppress(FragmentLostError):
+            try:
                 page, there = place.read_page(key, fragments)
                 copy = page, (copy[1] if copy is not None else {}) | there
+            except FragmentLostError as e:
+                errors.append(e)
         if copy is None:
-            raise FragmentLostError("no such fragment is here")
+            raise next((e for e in errors if not isinstance(e, PageGoneError)), errors[0])
         return copy
 
     def lookup(self, key: bytes) -> StoredPage | None:

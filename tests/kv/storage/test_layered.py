@@ -111,8 +111,13 @@ def test_a_page_that_is_damaged_in_memory_is_not_one_that_was_evicted(monkeypatc
     with pytest.raises(FragmentLostError) as lost:
         read(places.both, 1)
     assert not isinstance(lost.value, PageGoneError)
+    with pytest.raises(FragmentLostError) as lost:
+        places.both.read_page(key(1))
+    assert not isinstance(lost.value, PageGoneError)
     with pytest.raises(PageGoneError):
         read(places.both, 2)
+    with pytest.raises(PageGoneError):
+        places.both.read_page(key(2))
 
 
 def test_the_line_moves_on() -> None:

@@ -44,6 +44,7 @@ class MessageType(enum.IntEnum):
     PART = 1
     REQUEST = 2  # the transfer that the peer is to send, in a form of the link's users
     REFUSED = 3  # the reason, as text
+    GONE = 4  # as REFUSED: nothing of what the transfer was to send is stored
 
 
 class TransferError(PeerFault):
@@ -52,6 +53,13 @@ class TransferError(PeerFault):
 
 class TransferRefusedError(TransferError):
     """The peer lacks the requested KV. Its other transfers continue."""
+
+
+class TransferGoneError(TransferRefusedError):
+    """The peer stores nothing of the requested KV, such as after it was evicted."""
+
+
+_REFUSALS = {MessageType.REFUSED: TransferRefusedError, MessageType.GONE: TransferGoneError}
 
 
 class TransferPart(NamedTuple):
@@ -361,7 +369,7 @@ class TransferLink:
                 self._count_request()
                 wanted = bytes(arrival.data)
                 self._enqueue(lambda staging: self._answer_request(number, partial(answer, wanted), staging))
-            elif message in (MessageType.PART, MessageType.REFUSED):
+            elif message == MessageType.PART or message in _REFUSALS:
                 self._take(name, message, index, number, arrival.data, staging)
             else:
                 raise ProtocolError(f"{name} is a message of type {message}")
@@ -378,7 +386,8 @@ class TransferLink:
             transfer = Transfer(number, parts())
         except TransferRefusedError as e:
             reason = str(e).encode()
-            self._put(MessageType.REFUSED, number, 0, len(reason), partial(_copy_bytes, reason))
+            kind = MessageType.GONE if isinstance(e, TransferGoneError) else MessageType.REFUSED
+            self._put(kind, number, 0, len(reason), partial(_copy_bytes, reason))
         else:
             self._send(transfer, staging)
 
@@ -397,9 +406,9 @@ class TransferLink:
                 return
             part = transfer.next_part
             assert part is not None
-            if message == MessageType.REFUSED:
+            if message in _REFUSALS:
                 reason = bytes(data).decode(errors="replace")
-                transfer.error = TransferRefusedError(f"{reason} (transfer {number} of {self.peer})")
+                transfer.error = _REFUSALS[MessageType(message)](f"{reason} (transfer {number} of {self.peer})")
             elif index != transfer.index or data.nbytes != part.nbytes:
                 raise ProtocolError(f"{name} with {data.nbytes} bytes, not part {transfer.index} of {part.nbytes}")
             else:

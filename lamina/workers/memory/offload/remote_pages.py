@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from lamina.kv.pages import PageFragment
-from lamina.kv.storage import FragmentLostError, StorageBackend, StorageError
+from lamina.kv.storage import FragmentLostError, PageGoneError, StorageBackend, StorageError
 from lamina.netstack import ChannelError
 from lamina.protocol.offload_messages import MAX_LISTED_PAGES
 from lamina.protocol.step_plan import KEY_BYTES, ProtocolError, decode, encode
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.transfer_link import (
+    TransferGoneError,
     TransferLink,
     TransferPart,
     TransferRefusedError,
@@ -71,11 +72,11 @@ class RemotePages:
 
     def read(self, key: bytes, into: Mapping[PageFragment, bytearray | memoryview]) -> None:
         """Read a page like StorageBackend.read, from another host if this one lacks fragments. For one thread.
-        Fragments of a host that does not reply are lost.
+        Fragments of a host that does not reply are lost. A page is gone if nothing of it is stored here nor there.
         """
         try:
             self._medium.read(key, into)
-        except FragmentLostError:
+        except FragmentLostError as own:
             if (source := self._locations.get(key)) is None:
                 raise
             try:
@@ -83,7 +84,8 @@ class RemotePages:
             except ChannelError as e:
                 if not isinstance(e, TransferRefusedError):
                     self._locations = {key: link for key, link in self._locations.items() if link is not source}
-                raise FragmentLostError(str(e)) from e
+                is_gone = isinstance(own, PageGoneError) and isinstance(e, TransferGoneError)
+                raise (PageGoneError if is_gone else FragmentLostError)(str(e)) from e
             self._meter.add("kv_peer_bytes", sum(memoryview(buffer).nbytes for buffer in into.values()))
 
     def _keys(self, source: TransferLink, share: frozenset[PageFragment]) -> list[bytes]:
@@ -117,6 +119,8 @@ class RemotePages:
             else:
                 reply = b"".join(self._medium.keys(frozenset(ask.fragments), MAX_LISTED_PAGES))
                 yield from parts_from(len(reply).to_bytes(SIZE_BYTES, "little"))
+        except PageGoneError as e:
+            raise TransferGoneError(str(e)) from e
         except (StorageError, KeyError) as e:
             raise TransferRefusedError(f"it is no longer there: {e}") from e
         yield from parts_from(reply)

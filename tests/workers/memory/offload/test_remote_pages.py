@@ -17,6 +17,7 @@ from lamina import netstack
 from lamina.executor.memory_worker_slots import transfer_peers
 from lamina.kv.pages import PAGE, Page, PageFragment, Provenance
 from lamina.kv.storage import FragmentLostError, PageGoneError, StorageConfig
+from lamina.kv.storage import host as host_storage
 from lamina.kv.storage.host import HostStorage
 from lamina.netstack import Channel, ChannelError, ListenTerms, Terms
 from lamina.netstack.checksum import checksum
@@ -176,12 +177,40 @@ def test_what_has_given_way_there_is_lost_and_nothing_else(hosts: Hosts) -> None
         hosts.media[1].write(page(number), ATOMS)
     assert len(one.set_locations(SHARE)) == 2
     hosts.media[1].delete([page(0).key])
-    with pytest.raises(FragmentLostError):
+    with pytest.raises(PageGoneError):
         filled(one, 0)
     assert filled(one, 1) == ATOMS
     hosts.media[1].close()
-    with pytest.raises(FragmentLostError):
+    with pytest.raises(FragmentLostError) as lost:
         filled(one, 1)
+    assert not isinstance(lost.value, PageGoneError), "it may be there"
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["here", "there"])
+def test_a_page_that_is_damaged_at_either_end_is_not_one_that_was_evicted(
+    hosts: Hosts, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = hosts.workers
+    hosts.media[1].write(page(0), ATOMS)
+    assert one.set_locations(SHARE) == [page(0).key]
+    hosts.media[1].delete([page(0).key])
+    with monkeypatch.context() as patch:
+        patch.setattr(host_storage, "checksum", bytes)  # of other bytes than those that are there
+        hosts.media[at].write(page(0), ATOMS)
+    with pytest.raises(FragmentLostError) as lost:
+        filled(one, 0)
+    assert not isinstance(lost.value, PageGoneError)
+
+
+def test_a_page_of_which_a_part_is_left_there_is_not_one_that_was_evicted(hosts: Hosts) -> None:
+    one, _ = hosts.workers
+    hosts.media[1].write(page(0), ATOMS)
+    assert one.set_locations(SHARE) == [page(0).key]
+    hosts.media[1].delete([page(0).key])
+    hosts.media[1].write(page(0), dict(list(ATOMS.items())[:3]))
+    with pytest.raises(FragmentLostError) as lost:
+        filled(one, 0)
+    assert not isinstance(lost.value, PageGoneError)
 
 
 def test_others_than_those_who_ask_come_as_ever(hosts: Hosts) -> None:
