@@ -65,6 +65,7 @@ class _Search:
     left: deque[Candidate] | None = None  # None: the ledger has not replied
     asked: Candidate | None = None
     ask: int = -1
+    claim: float = 0.0  # the time of the claim of the last request
 
 
 class _Open(NamedTuple):
@@ -197,6 +198,7 @@ class Debtor:
         if not search.left:
             return self._give_up(now)
         search.asked, search.ask, search.since = search.left.popleft(), self._count(), now
+        search.claim = self.since
         blocks = max(1, min(search.blocks, search.asked.free))
         ask = LoanRequest(debtor=self.name, number=search.ask, blocks=blocks, since=self.since)
         return [(search.asked.name, ask)]
@@ -229,8 +231,8 @@ class Debtor:
         if search is None or search.ask != message.number:
             return outgoing
         self.refusals += 1
-        if self.since:
-            self._refused_by[message.creditor] = self.since
+        if search.claim:  # it may have ended since
+            self._refused_by[message.creditor] = search.claim
         return outgoing + self._next_ask(search, now)
 
     # Renewal of leases

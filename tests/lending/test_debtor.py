@@ -5,6 +5,8 @@ Covers: lamina/lending/lending_messages.py.
 
 from __future__ import annotations
 
+import pytest
+
 from lamina.lending.debtor import LEDGER, BorrowingTerms, Debtor
 from lamina.lending.lending_messages import (
     Candidate,
@@ -21,10 +23,10 @@ from lamina.lending.lending_messages import (
 )
 
 
-def searching(blocks: int = 5, *creditors: Candidate) -> Debtor:
+def searching(blocks: int = 5, *creditors: Candidate, since: float = 0.0) -> Debtor:
     debtor = Debtor("d", BorrowingTerms(answer_s=1.0, retry_s=2.0))
-    debtor.num_wanted = blocks
-    assert debtor.tick(0.0) == [(LEDGER, CandidatesRequest(debtor="d", number=1, blocks=blocks))]
+    debtor.num_wanted, debtor.since, debtor.is_waiting = blocks, since, bool(since)
+    assert debtor.tick(0.0) == [(LEDGER, CandidatesRequest(debtor="d", number=1, blocks=blocks, since=since))]
     named = creditors or (Candidate("a", "", 9), Candidate("b", "", 9))
     assert debtor.on_message(Candidates(number=1, creditors=named), 0.1)[0][0] == named[0].name
     return debtor
@@ -119,8 +121,7 @@ def test_creditors_hear_at_once_whether_it_waits_and_of_which_claim() -> None:
 
 def test_who_has_refused_hears_when_it_waits_no_longer() -> None:
     """Else room would be kept for it, and others wait in vain."""
-    debtor = searching(5, Candidate("a", "", 9))
-    debtor.since, debtor.is_waiting = 7.0, True
+    debtor = searching(5, Candidate("a", "", 9), since=7.0)
     debtor.on_message(LoanRefused(number=2, creditor="a", beat=7), 0.2)
     assert debtor.tick(0.3) == [], "it waits still"
     debtor.num_wanted, debtor.since, debtor.is_waiting = 0, 0.0, False
@@ -132,9 +133,23 @@ def test_who_has_refused_hears_when_it_waits_no_longer() -> None:
     assert debtor.tick(2.0) == [], "once"
 
 
+@pytest.mark.parametrize("now_since", [0.0, 9.0], ids=["no claim", "a new claim"])
+def test_who_refuses_after_the_claim_has_ended_hears_of_its_end(now_since: float) -> None:
+    """Room is kept for the claim of the request, whatever the debtor has when the refusal comes."""
+    debtor = searching(5, Candidate("a", "", 9), since=7.0)
+    debtor.on_message(LoanRefused(number=2, creditor="a", beat=7), 0.2)
+    assert debtor.tick(2.2) == [(LEDGER, CandidatesRequest(debtor="d", number=3, blocks=5, since=7.0))]
+    debtor.on_message(Candidates(number=3, creditors=(Candidate("b", "", 9),)), 2.3)
+    debtor.num_wanted, debtor.since, debtor.is_waiting = 0, now_since, bool(now_since)
+    debtor.on_message(LoanRefused(number=4, creditor="b", beat=7), 2.4)
+    told = {to: m for to, m in debtor.tick(3.0) if isinstance(m, Renew)}
+    assert set(told) == {"a", "b"}
+    assert (told["b"].since, told["b"].is_waiting) == (now_since, bool(now_since))
+    assert debtor.tick(4.0) == [], "once"
+
+
 def test_a_creditor_that_is_gone_hears_nothing() -> None:
-    debtor = searching(5, Candidate("a", "", 9))
-    debtor.since = 7.0
+    debtor = searching(5, Candidate("a", "", 9), since=7.0)
     debtor.on_message(LoanRefused(number=2, creditor="a", beat=7), 0.2)
     debtor.on_creditor_lost("a")
     debtor.num_wanted = 0
