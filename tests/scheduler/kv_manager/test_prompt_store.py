@@ -19,6 +19,7 @@ from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.executor import EpochChanged
 from lamina.protocol.prefix_fetch import can_fetch_prefixes
 from lamina.protocol.step_plan import (
+    MEMORY_WORKERS,
     BindReply,
     FetchPrefix,
     Fork,
@@ -38,6 +39,7 @@ from lamina.scheduler.kv_manager.prompt_store import PromptCache
 from lamina.scheduler.prefill_dispatch import PrefillDispatcher
 from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.prefix_index import PREFILL, PageKeys, PrefixIndex
+from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
 from lamina.scheduler.slo_admission import KnownKv, KvTransferLatency, SloAdmission
 from lamina.tools.plan.simulator.clock import VirtualClock
@@ -290,6 +292,30 @@ def test_a_holder_that_has_given_up_since_the_arrival_is_not_asked(given_up: boo
     assert grant is not None
     fetched = [op for op in prefill.begin_chunk(late, grant).plan.ops if isinstance(op, FetchPrefix)]
     assert fetched == ([] if given_up else [FetchPrefix(30, 0, 8, 1, 10)])
+
+
+@pytest.mark.parametrize("has_caches", [False, True])
+def test_memory_workers_send_under_the_number_of_the_step_that_fetches(*, has_caches: bool) -> None:
+    """The grant of a first chunk lets them send what its step fetches, and as much; no later chunk does."""
+    prefill, _ = conducted(1) if has_caches else (PrefillDispatcher(1, 8, 1), None)
+    sent, fetched = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+    for number, (alike, stored) in enumerate(((8, 8), (8, 16), (0, 0), (0, 4))):
+        sequence = prompt(number, alike, 32 - alike)
+        sequence.id, sequence.num_computed_tokens = number, stored
+        prefill.assign(sequence)
+        in_flight = list[ScheduledStep]()
+        while (grant := prefill.next_grant(sequence)) is not None or in_flight:
+            if grant is None:
+                prefill.on_chunk_stored(in_flight.pop(0), 0)
+                continue
+            in_flight.append(step := prefill.begin_chunk(sequence, grant))
+            if grant.num_fetched:
+                sent.append((grant.step, grant.first, grant.num_fetched))
+            fetches = [op for op in step.plan.ops if isinstance(op, FetchPrefix)]
+            assert all((op.worker, op.source) == (MEMORY_WORKERS, number) for op in fetches)
+            fetched += [(step.plan.step, op.first + op.count, op.count) for op in fetches]
+        prefill.remove(sequence)
+    assert sent == fetched == [(0, 8, 8), (3, 16, 8 if has_caches else 16), (9, 4, 4)]
 
 
 def conducted(workers: int) -> tuple[PrefillDispatcher, Desk]:

@@ -298,3 +298,53 @@ def test_prefill_workers_take_turns() -> None:
         grants.receive_one()
         seen += [i for i, c in enumerate(channels) if len(c.arrivals) < before[i]]
     assert seen == [0, 1, 2, 0, 1, 2]
+
+
+class FakePrefixes:
+    """Keeps what is to be sent: the step, the tokens before it, the prefill worker, and the layers."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int, int, range]] = []
+
+    def send(self, grant: PrefillGrant, worker: int, layers: range) -> None:
+        self.sent.append((grant.step, grant.num_fetched, worker, layers))
+
+
+def with_stored(groups: int, stages: int = 1) -> tuple[KvStore, PrefillReceiver, FakePrefixes]:
+    """A store with a sequence of 32 tokens for each group, and what may be sent of them."""
+    told = structs.replace(bind(LAYERS), prefill_workers=groups * stages, prefill_pipeline=stages)
+    store, prefixes = KvStore(told, CPU), FakePrefixes()
+    grants = PrefillReceiver(store, Counters(), prefixes=prefixes)  # type: ignore[arg-type]
+    for _ in range(groups * stages):
+        grants.add_sender(FakeChannel([]))  # type: ignore[arg-type]
+    rows = [RowRange(sequence, 0, 32) for sequence in range(groups)]
+    store.apply_plan(StepPlan(step=0, ops=[New(sequence) for sequence in range(groups)], rows=rows))
+    return store, grants, prefixes
+
+
+def test_a_plan_that_is_sent_again_sends_no_stored_tokens_again() -> None:
+    store, grants, prefixes = with_stored(1)
+    first = StepPlan(step=1, ops=[PrefillGrant(0, 32, 4, 0, 7, num_fetched=32)], rows=[])
+    more = StepPlan(step=2, ops=[PrefillGrant(0, 36, 4, 0, 8)], rows=[])
+    for plan, is_again in ((first, False), (first, True), (more, False), (first, True)):
+        grants.check_plan(plan)
+        if not is_again:
+            store.apply_plan(plan)
+        grants.expect(plan)
+    assert prefixes.sent == [(7, 32, 0, range(len(LAYERS)))], "with its first chunk, and once"
+
+
+def test_each_stage_of_the_granted_group_is_sent_its_own_layers() -> None:
+    """The number of each transfer is the step in which these stages fetch."""
+    store, grants, prefixes = with_stored(2, stages=2)
+    plan = StepPlan(
+        step=1,
+        ops=[PrefillGrant(0, 32, 4, 0, 3, num_fetched=16), PrefillGrant(1, 32, 4, 1, 5, num_fetched=32)],
+        rows=[],
+    )
+    grants.check_plan(plan)
+    store.apply_plan(plan)
+    grants.expect(plan)
+    own = [stage_layers(len(LAYERS), 2, stage) for stage in range(2)]
+    assert own[0] != own[1]
+    assert prefixes.sent == [(3, 16, 0, own[0]), (3, 16, 1, own[1]), (5, 32, 2, own[0]), (5, 32, 3, own[1])]
