@@ -33,11 +33,11 @@ def build(model: str, config: str, **options: Any) -> Any:
     return getattr(transformers, model)(getattr(transformers, config)(**options))
 
 
-@pytest.mark.long(but=["MambaForCausalLM-MambaConfig-options0-has recurrent layers alone"])
+@pytest.mark.long(but=["MambaForCausalLM-MambaConfig-options0-recurrent (layers alone|state in its cache)"])
 @pytest.mark.parametrize(
     ("model", "config", "options", "words"),
     [
-        ("MambaForCausalLM", "MambaConfig", MAMBA, "has recurrent layers alone"),
+        ("MambaForCausalLM", "MambaConfig", MAMBA, "recurrent (layers alone|state in its cache)"),
         ("RwkvForCausalLM", "RwkvConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, "layer 0"),
         ("T5ForConditionalGeneration", "T5Config", T5, "encoder-decoder"),
         ("LlamaModel", "LlamaConfig", SIZE, "no language-model head"),
