@@ -40,13 +40,13 @@ TIMES = [f"{share}_{name}_ms" for name in ("ttft", "tpot") for share in ("median
 FIGURES = ["request_throughput", *TIMES]
 
 
-def add_tokenizer(folder: Path) -> None:
+def add_tokenizer(folder: Path, size: int = SHAPE["vocab_size"]) -> None:
     """Write a tokenizer with a token for each number of the model: 256 bytes, and words that no text gives."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"w{i}" for i in range(SHAPE["vocab_size"] - len(alphabet))]
+    words = [f"w{i}" for i in range(size - len(alphabet))]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, *words])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

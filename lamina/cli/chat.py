@@ -24,6 +24,7 @@ from lamina.request import SamplingParams
 
 from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
+from .common.parser import Parser
 from .operate.operator_client import check_key, check_url, error_words, no_answer_text, open_url, send_request
 
 COMMANDS = "/new begins anew, /system TEXT sets the system prompt, /quit or Ctrl-D ends, Ctrl-C stops an answer"
@@ -46,7 +47,7 @@ class Speaker(Protocol):
         ...
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of this sub-command."""
     parser.add_argument(
         "model", metavar="MODEL|URL", help="a directory, a GGUF file or a hub id, or a server: http://127.0.0.1:8000"

@@ -21,6 +21,7 @@ from lamina.request.structured_outputs import FORMS
 
 from .common.config_file import add_config_flag
 from .common.flags import add_engine_flags, engine_config, print_config
+from .common.parser import Parser
 from .common.preflight import check_gpus
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=64)
@@ -45,7 +46,7 @@ _FLAGS = {name: flag_name(name) for name in (*SAMPLING, "stop", "structured_outp
 _TYPES = {"logprobs": int}  # where the default is None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("model", help="a directory, a GGUF file or a hub id")
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")

@@ -44,19 +44,16 @@ SUBJECTS = {  # first option -> title of its flags and of those after it
     "host": "address and names", "api_key": "keys, TLS and browsers", "max_num_queued_reqs": "load and limits",
     "enable_force_include_usage": "answers", "header_timeout_s": "timeouts", "journal": "journal, page and logs",
 }  # fmt: skip
-ESSENTIAL = frozenset((
-    "--help", "--host", "--port", "--served-model-name", "--api-key", "--max-num-queued-reqs", "--chat-template",
-    "--log-json", "--dtype", "--max-model-len", "--trust-remote-code", "--kv-cache-memory-bytes", "--kv-cache-dtype",
-    "--max-num-seqs", "--memory-workers", "--prefill-workers", "--pipeline", "--tensor-parallel-size",
-    "--compute-device", "--memory-device", "--transport", "--cluster", "--config", "--print-config", "--dry-run",
+ESSENTIAL = frozenset((  # of the server's flags, those that --help shows
+    "--help", "--config", "--host", "--port", "--served-model-name", "--api-key", "--max-num-queued-reqs",
+    "--chat-template", "--log-json",
 ))  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("model", help="a directory, a GGUF file or a hub id")
-    if isinstance(parser, Parser):
-        parser.essential = ESSENTIAL
+    parser.essential = ESSENTIAL
     options, titles, title = options_of(ServerConfig), dict[str, str](), ""
     for name in options:
         titles[name] = title = SUBJECTS.get(name, title)

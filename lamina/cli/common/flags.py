@@ -18,15 +18,28 @@ from lamina.executor.hosts.cluster_file import is_file
 from lamina.observe.log_lines import say
 
 from .group_flags import FlagValue, add_groups
+from .parser import Parser
 
 SUBJECTS = {  # part of an EngineConfig -> title of its flags
     "model": "model", "kv": "KV cache", "batching": "batching", "topology": "workers", "devices": "devices",
     "launch": "start and hosts", "deadlines": "deadlines", "offload": "KV offload", "overflow": "long contexts",
 }  # fmt: skip
 
+ESSENTIAL = frozenset((  # of the engine's flags, those that --help shows
+    "--dtype", "--max-model-len", "--trust-remote-code", "--quantization", "--kv-cache-memory-bytes",
+    "--kv-cache-dtype", "--max-num-seqs", "--memory-workers", "--prefill-workers", "--pipeline",
+    "--tensor-parallel-size", "--compute-device", "--memory-device", "--transport", "--cluster", "--print-config",
+    "--dry-run",
+))  # fmt: skip
 
-def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tuple(OPTIONS)) -> None:
-    """The flags of an engine's options, or of those of ``only``, by subject, plus --print-config and --dry-run."""
+
+def add_engine_flags(parser: Parser, only: Collection[str] = tuple(OPTIONS)) -> None:
+    """The flags of an engine's options, or of those of ``only``, by subject, plus --print-config and --dry-run.
+
+    From here on --help shows what is essential: the flags that ``parser`` had, unless it has chosen among them, and
+    ESSENTIAL.
+    """
+    parser.essential = (parser.essential or parser.flags) | ESSENTIAL
     titles = {name: SUBJECTS[subject] for name, subject in SUBJECT_OF.items()}
     add_option_flags(parser, {name: option for name, option in OPTIONS.items() if name in only}, titles)
     for name in PASTED:

@@ -30,6 +30,11 @@ class Parser(argparse.ArgumentParser):
 
     essential: frozenset[str] = frozenset()  # the flags that --help shows; empty: all
 
+    @property
+    def flags(self) -> frozenset[str]:
+        """The flags that it has by now."""
+        return frozenset(self._option_string_actions)
+
     def parse_known_args(  # type: ignore[override] # one signature instead of typeshed's overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.cli.common.config_file import add_config_flag
 from lamina.cli.common.flags import add_engine_flags, check_at_least, engine_config, print_config
+from lamina.cli.common.parser import Parser
 from lamina.config.flat_options import flat_options
 from lamina.facts.report import count_text, table
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 SPARE_TOKENS = 3
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the flags of this benchmark, and all of the engine."""
     parser.add_argument("model", help="a directory, a GGUF file or a hub id")
     group = parser.add_argument_group("load")

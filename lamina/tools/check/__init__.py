@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from lamina.cli.common.flags import add_engine_flags, check_at_least, engine_config
+from lamina.cli.common.parser import Parser
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flat_options import flat_options, replace_options
 
@@ -49,7 +50,7 @@ for each compute worker.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the flags of this sub-command."""
     parser.epilog = EPILOG
     parser.add_argument("model", help="a directory, a GGUF file or a hub id")

@@ -143,6 +143,18 @@ def test_help_of_serve_is_a_page_by_subject_and_tells_how_to_see_the_rest(capsys
         assert f"\n{title}\n" in short
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "check", "bench decode"])
+def test_help_of_a_command_has_all_flags_of_its_own_and_few_of_the_engine(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, whole = (page(capsys, *command.split(), flag) for flag in ("--help", "--help=all"))
+    own = {"generate": "--structured-outputs", "chat": "--system", "check": "--axis", "bench decode": "--num-warmups"}
+    assert own[command] in short
+    assert "--compute-device" in short
+    assert "--step-timeout-s" in whole
+    assert "--step-timeout-s" not in short
+
+
 def test_help_has_the_flags_of_a_group_or_those_that_mention_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     group = page(capsys, "serve", "m", "--help=Workers")
     assert "--kv-parity" in group
