@@ -8,8 +8,7 @@ perf/results/bench_grammar.jsonl.
 
 A step is at least its last product, that of the vocabulary (``head``): --hidden is the model's width. What delays it is
 ``applied``, and of ``made`` what is longer than the attention of the last layer. --layers generates with a made model
-of that size, plain and by a schema in turns: ``step`` is the time of a token more for all rows, by medians of two
-lengths.
+of that size, plain and by a schema in turns. ``step`` is the time of a token more for all rows.
 """
 
 from __future__ import annotations
