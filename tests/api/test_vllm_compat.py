@@ -6,7 +6,8 @@ import sys
 from typing import Any, ClassVar
 
 import pytest
-from fake_executor import FakeWire, continuation, make_engine, run
+from engine_api import make_engine, run
+from fake_executor import FakeWire, continuation
 from test_streams import FakeFront
 
 from lamina import LLM, SamplingParams

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
+from engine_api import simulated_engine
 
-from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
 from lamina.engine.engine import Engine
 from lamina.engine.evacuation import Evacuation
@@ -20,8 +21,7 @@ from lamina.protocol.step_plan import BindReply
 from lamina.request import SamplingParams
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.sessions.cache_options import CacheOptions
-from lamina.tools.plan.simulator.clock import VirtualClock
-from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
+from lamina.tools.plan.simulator.lossless import simulated_ready
 
 BLOCK = 4
 WORKERS = 3
@@ -53,11 +53,10 @@ def open_engine(
     )
     store = BindReply(windows=[0], kv_shards=[KvShards()], stripe_blocks=0, num_blocks=[200])
     ready = msgspec.structs.replace(ready, prefill_stores=[store] * prefill_workers)
-    clock = VirtualClock()
-    options = {"transport": "shm", "block_size": BLOCK, "max_num_seqs": 32, "enable_prefix_caching": caches}
+    options: dict[str, Any] = {"max_num_seqs": 32, "enable_prefix_caching": caches}
     options |= {"partition": "request", "memory_workers": WORKERS} if layout == BY_REQUEST else {}
     options |= {"prefill_workers": prefill_workers, "prefill_chunk": 8} if prefill_workers else {}
-    return Engine(SimulatedExecutor(clock, ready, lambda load: 1.0), make_config(options), clock)
+    return simulated_engine(options, ready, lambda load: 1.0)
 
 
 def add(engine: Engine, count: int, prompt: int = 8, answer: int = 20) -> None:

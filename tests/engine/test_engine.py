@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from fake_executor import VOCAB, FakeWire, Letters, continuation, make_engine, run
+from engine_api import make_engine, run
+from fake_executor import VOCAB, FakeWire, Letters, continuation
 
 from lamina.protocol.control import NO_TOKEN, RunStep, SampledToken, StepDone
 from lamina.request import SamplingParams

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from fake_executor import FakeWire, continuation, run
+from engine_api import make_engine, run
+from fake_executor import FakeWire, continuation
 
-from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
 from lamina.engine.feature import EngineFeature
 from lamina.request import ErrorOrigin, SamplingParams
@@ -33,8 +33,7 @@ class Lender(EngineFeature):
 
 
 def engine_with(*features: EngineFeature, num_blocks: int = 8, **options: int) -> Engine:
-    config = make_config({"enable_prefix_caching": False, **options})
-    return Engine(FakeWire(num_blocks), config, features=features)  # type: ignore[arg-type]
+    return make_engine(FakeWire(num_blocks), features, **options)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 3])

@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import msgspec
 import pytest
 import torch
-from fake_executor import VOCAB, FakeWire, continuation, make_engine, next_token, run
+from engine_api import make_engine, run
+from fake_executor import VOCAB, FakeWire, continuation, next_token
 
-from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
 from lamina.engine.feature import EngineFeature
 from lamina.engine.lockstep import Lockstep
@@ -144,8 +144,7 @@ def test_a_row_that_is_refused_says_why() -> None:
         def on_idle(self, engine: Engine) -> str:
             return "nobody lends"
 
-    config = make_config({"enable_prefix_caching": False})
-    engine = Engine(WireOfLogits(num_blocks=4), config, features=[NoLender()])  # type: ignore[arg-type]
+    engine = make_engine(WireOfLogits(num_blocks=4), [NoLender()])
     with (
         hold(engine, [[5] * 30]) as rows,
         pytest.raises(ValueError, match=r"^a row has ended \(error\): nobody lends$"),

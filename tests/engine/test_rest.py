@@ -5,7 +5,8 @@ had.
 from __future__ import annotations
 
 import pytest
-from fake_executor import FakeWire, continuation, make_engine, run
+from engine_api import make_engine, run
+from fake_executor import FakeWire, continuation
 from msgspec import structs
 
 from lamina.protocol.control import RunRound

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from executor_api import start_executor
+from engine_api import start_executor
 from msgspec import structs
 from simulated import SimulatedWorker, World
 from test_worker_group import LIMIT_S, OPTIONS

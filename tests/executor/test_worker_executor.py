@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from executor_api import start_executor
+from engine_api import start_executor
 from simulated import World
 from test_worker_group import LIMIT_S, OPTIONS
 

@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from fake_executor import Letters, continuation, make_engine, run
+from engine_api import make_engine, run
+from fake_executor import Letters, continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kinds import END, KINDS, USER, tokenizer_of

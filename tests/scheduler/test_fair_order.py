@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import accumulate
 
-from fake_executor import make_engine
+from engine_api import make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 

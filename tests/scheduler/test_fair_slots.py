@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from fake_executor import FakeWire, continuation, make_engine
+from engine_api import make_engine
+from fake_executor import FakeWire, continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fair_order import TENANTS, add

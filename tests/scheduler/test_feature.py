@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from engine_api import READY, run, simulated_engine
 from msgspec import structs
 
-from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
 from lamina.engine.engine import Engine
 from lamina.engine.scheduler_factory import build_parts
@@ -38,8 +38,6 @@ from lamina.scheduler.sparsity.reference_decode import ReferenceDecoder
 from lamina.scheduler.sparsity.selection import BlockSelection
 from lamina.scheduler.starts import Candidates, KvStart, Verdict
 from lamina.scheduler.step_timing import StepTimer
-from lamina.tools.plan.simulator.clock import VirtualClock
-from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
 
 STORAGE = OffloadFacts(secret=b"s" * 32, identity=b"i" * 32, page_size=16, pages=[[]], capacities=[64])
 
@@ -104,12 +102,9 @@ def engine_of(
             super().__init__(*args, features=[*kept, *more], allocator=others, **options)
 
     options, facts = WITH[like]
-    ready = simulated_ready(num_layers=2, num_blocks=60, block_size=16, max_len=256)
-    ready = structs.replace(ready, **facts)
-    plain = {"transport": "shm", "block_size": 16, "max_num_seqs": 4, "prefill_chunk": 64}
-    config = make_config(plain | options)
+    plain = {"max_num_seqs": 4, "prefill_chunk": 64}
     build = partial(build_parts, scheduler_class=OtherScheduler)
-    return Engine(SimulatedExecutor(VirtualClock(), ready, lambda load: 0.01), config, build=build)
+    return simulated_engine(plain | options, structs.replace(READY, **facts), build=build)
 
 
 def finish(engine: Engine, lengths: Iterable[int]) -> list[int]:
@@ -117,10 +112,7 @@ def finish(engine: Engine, lengths: Iterable[int]) -> list[int]:
     params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)
     for length in lengths:
         engine.add([1] * length, params)
-    answers = dict[int, int]()
-    while engine.has_work:
-        answers |= {o.request_id: len(o.outputs[0].token_ids) for o in engine.step()}
-    return list(answers.values())
+    return [len(output.outputs[0].token_ids) for output in run(engine).values()]
 
 
 def test_a_feature_comes_from_outside() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from fake_executor import make_engine, run
+from engine_api import make_engine, run
 from scheduled import make
 
 from lamina.request import SamplingParams

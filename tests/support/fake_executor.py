@@ -8,12 +8,9 @@ from collections.abc import Sequence
 
 from scheduled import begin
 
-from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
-from lamina.engine.engine import Engine
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.control import ComputeReady, RunRound, RunStep, SampledToken, StepDone
-from lamina.request import RequestOutput
 
 VOCAB, EOS = 97, 96
 
@@ -96,19 +93,3 @@ class Letters:
 
     def special_tokens(self, texts: Sequence[str]) -> dict[int, str]:
         return {}
-
-
-def run(engine: Engine) -> dict[int, RequestOutput]:
-    done = {}
-    while engine.has_work:
-        for output in engine.step():
-            done[output.request_id] = output
-    engine.release_idle_blocks()
-    return done
-
-
-def make_engine(wire: FakeWire | None = None, **options: int) -> Engine:
-    """An engine that keeps no prefixes unless an option asks for it, so that all blocks are free at the end."""
-    ticks = iter(range(10**9))
-    config = make_config({"enable_prefix_caching": False, **options})
-    return Engine(wire or FakeWire(), config, clock=lambda: float(next(ticks)))  # type: ignore[arg-type]

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from fake_executor import FakeWire, continuation, run
+from engine_api import make_engine, run
+from fake_executor import FakeWire, continuation
 from rotation_plan import rotation
 
-from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
 from lamina.engine.tuning.profiling import tune_num_batches
 from lamina.engine.tuning.round_time_model import RoundMeasurement, RoundTimeModel, fit_round_times
@@ -77,9 +77,8 @@ def token_s(n: int, slice_s: float, attention_s: float, network_s: float, replic
 
 def engine_of(wire: TimedWire, **options: int | str) -> Engine:
     base = {"max_num_seqs": 8, "prefill_chunk": 64, "enable_prefix_caching": False}
-    config = make_config({**base, **options})
-    wire.replicas = config.topology.replicas
-    engine = Engine(wire, config, clock=lambda: wire.now)  # type: ignore[arg-type]
+    wire.replicas = int(options.get("replicas", 1))
+    engine = make_engine(wire, clock=lambda: wire.now, **{**base, **options})
     tune_num_batches(engine, told, clock=lambda: wire.now)
     return engine
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_api import make_engine
 from fake_executor import FakeWire
 
 from lamina.config.flat_options import make_config
-from lamina.engine.engine import Engine
 from lamina.executor.lending.borrower import SPARE, Borrower
 from lamina.executor.lending.guest_workers import GuestBudget
 from lamina.executor.lending.lender_service import BLOCK_BYTES
@@ -130,8 +130,7 @@ def test_its_claim_is_that_of_its_oldest_request_and_grows_as_that_ends(monkeypa
         "lamina.executor.lending.borrower.time", SimpleNamespace(time=lambda: now, monotonic=lambda: now)
     )
     one = borrower(links, own=own)
-    config = make_config({"enable_prefix_caching": False})
-    engine = Engine(FakeWire(8), config, features=[one])  # type: ignore[arg-type]
+    engine = make_engine(FakeWire(8), [one])
     numbers = list[int]()
     for _ in range(2):
         numbers.append(engine.add([1] * 60, SamplingParams(max_tokens=6)))  # no room in 8 blocks of 4 tokens

@@ -6,7 +6,8 @@ Covers: lamina/scheduler/kv_manager/session_cache.py, lamina/engine/sessions.py.
 from __future__ import annotations
 
 import pytest
-from fake_executor import FakeWire, make_engine
+from engine_api import make_engine
+from fake_executor import FakeWire
 
 from lamina.engine.engine import Engine
 from lamina.request import SamplingParams

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_executor import EOS, VOCAB, FakeWire, Letters, continuation, make_engine
+from engine_api import make_engine
+from fake_executor import EOS, VOCAB, FakeWire, Letters, continuation
 from msgspec import ValidationError, structs
 from msgspec.msgpack import decode, encode
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from engine_api import READY, simulated_engine
 
-from lamina.config.flat_options import make_config
 from lamina.config.partition import KvShards
-from lamina.engine.engine import Engine
 from lamina.engine.scheduler_stats import collect_stats
 from lamina.scheduler.kv_manager.migration import KvMigration
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
@@ -24,8 +23,6 @@ from lamina.scheduler.sparsity.pruning import BlockPruner
 from lamina.scheduler.sparsity.reference_decode import ErrorState, ReferenceDecoder
 from lamina.server.engine_client.reports import state_of
 from lamina.server.metrics.metric_table import METRICS
-from lamina.tools.plan.simulator.clock import VirtualClock
-from lamina.tools.plan.simulator.lossless import SimulatedExecutor, simulated_ready
 
 PREFIXES = SimpleNamespace(num_queried_tokens=9, num_hit_tokens=4, evictable=lambda free: [0, 0])
 ERRORS = ErrorState(tokens=75, kl=0.25, top1=0.04, budget=2048, rebuilt=3)
@@ -96,11 +93,8 @@ def test_features_that_are_not_there_have_none() -> None:
 def test_every_table_of_features_that_the_factory_builds_can_be_reported(
     options: dict[str, Any], hybrid: bool, migrates: bool
 ) -> None:
-    ready = simulated_ready(num_layers=2, num_blocks=60, block_size=16, max_len=256)
-    if hybrid:
-        ready = msgspec.structs.replace(ready, state_shards=[KvShards()], state_slots=40)
-    config = make_config({"transport": "shm", "block_size": 16, "max_num_seqs": 4, **options})
-    engine = Engine(SimulatedExecutor(VirtualClock(), ready, lambda load: 0.01), config)
+    ready = msgspec.structs.replace(READY, state_shards=[KvShards()], state_slots=40) if hybrid else READY
+    engine = simulated_engine({"max_num_seqs": 4, **options}, ready)
     pools: Any = SimpleNamespace(
         is_recovering=False, borrower=None, ready=ready, resizer=SimpleNamespace(moved_bytes={})
     )

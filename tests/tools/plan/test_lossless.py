@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import pytest
+from engine_api import simulated_engine
 
-from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
 from lamina.request import SamplingParams
-from lamina.tools.plan.simulator.clock import VirtualClock
 from lamina.tools.plan.simulator.lossless import RoundLoad, SimulatedExecutor, simulated_ready
 
 
 def world(batches: int = 1, prefills: int = 0) -> tuple[Engine, SimulatedExecutor, list[RoundLoad]]:
     """A round takes a second and a tenth for each row."""
-    clock, seen = VirtualClock(), list[RoundLoad]()
+    seen = list[RoundLoad]()
 
     def seconds(load: RoundLoad) -> float:
         seen.append(load)
         return 1.0 + 0.1 * load.rows
 
-    wire = SimulatedExecutor(clock, simulated_ready(num_layers=2, num_blocks=64, block_size=4, max_len=64), seconds)
-    options = {"transport": "shm", "block_size": 4, "pipeline": batches, "prefill_workers": prefills}
-    return Engine(wire, make_config({**options, "prefill_chunk": 8}), clock), wire, seen
+    ready = simulated_ready(num_layers=2, num_blocks=64, block_size=4, max_len=64)
+    options = {"pipeline": batches, "prefill_workers": prefills, "prefill_chunk": 8}
+    engine = simulated_engine(options, ready, seconds)
+    assert isinstance(engine.executor, SimulatedExecutor)
+    return engine, engine.executor, seen
 
 
 def add(engine: Engine, prompt: int, answer: int) -> int:
