@@ -114,7 +114,7 @@ class Engine:
             cacheable=cacheable,
             accepted=accepted,
         )
-        for feature in self.features:
+        for feature in () if accepted else self.features:
             if (refusal := feature.refusal(request.sequences, has_token=False)) is not None:
                 raise OverloadedError(refusal)
         if terms.session:  # none is made for a refused request
@@ -291,7 +291,7 @@ class Engine:
                 sequence.num_output_placeholders -= 1  # the row was scheduled before the sequence ended
                 continue
             request.append(sequence, drawn)
-            if request.is_first_token_of(sequence):
+            if not request.is_accepted and request.is_first_token_of(sequence):
                 for feature in self.features:
                     if (refusal := feature.refusal([sequence], has_token=True)) is not None:
                         request.refuse_late(refusal)

@@ -23,14 +23,16 @@ class EngineFeature:
         """A round was scheduled, or an engine without work checks its workers. No result is being processed."""
 
     def on_idle(self, engine: Engine) -> str | None:
-        """Nothing is in flight, and the first waiting request has no KV blocks.
+        """Nothing is in flight, and the first waiting request has no KV blocks. Only loans answer. It is a hook, as the
+        engine imports nothing of loans.
 
         Returns why it will never have them, "" if this feature may still bring some, else None.
         """
         return None
 
     def refusal(self, sequences: Several[Sequence], *, has_token: bool) -> Refusal | None:
-        """A request with these sequences will be queued, or has its first token, in the only one of ``sequences``.
+        """A request with these sequences will be queued, or has its first token, in the only one of ``sequences``. One
+        that an earlier engine has accepted is not asked about.
 
         Returns the reason to reject it; None: it goes on.
         """

@@ -84,20 +84,19 @@ class RequestIntake:
                 max_len=limit if params.max_tokens is None else min(limit, len(left) + params.max_tokens),
                 stop_tokens=stops,
                 salt=terms.salt + FULL_ATTENTION_SALT if dense else terms.salt,
-                affinity_key=terms.affinity_key,
                 priority=terms.priority,
-                retention_s=terms.retention_s,
+                options=terms,
                 turn=SessionTurn(None, discarded, prompt if discarded else []),
                 kept=KeptKv(self._drops_blocks and sparse, self._scored_rows, self._prefill_unit, dense),
                 do_not_cache=not cacheable,
-                is_accepted=accepted,
                 external_sampling=external_sampling,
             )
             for index in range(params.n)
         ]
         output = RequestOutput(request_id, text, list(prompt), [s.output for s in sequences], RequestTimes(now_s))
         output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
-        return Request(output, sequences, build_text_streams(params, make_detokenizer), decode_token)
+        texts = build_text_streams(params, make_detokenizer)
+        return Request(output, sequences, texts, decode_token, is_accepted=accepted)
 
     def _check_sparsity(self, params: SamplingParams) -> None:
         """Raise ValueError if a request asks for another sparsity than the engine's."""

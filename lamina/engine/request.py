@@ -127,8 +127,11 @@ class Request:
         sequences: list[Sequence],
         texts: list[TextStream | None],
         spell: DecodeToken | None,
+        *,
+        is_accepted: bool = False,
     ) -> None:
-        self.output = output
+        """``is_accepted``: an earlier engine or server has accepted it, so it is not refused for load."""
+        self.output, self.is_accepted = output, is_accepted
         self.decode_token = spell
         self.sequences = sequences
         self.text_streams = texts

@@ -25,6 +25,7 @@ from lamina.protocol.prefill_stages import max_grants_in_flight
 from lamina.protocol.prefix_fetch import prompt_cache_tokens
 from lamina.protocol.sparse_layers import max_kept_tokens
 from lamina.protocol.step_plan import BindReply
+from lamina.scheduler.affinity import Affinity
 from lamina.scheduler.conductor import StoredLatency
 from lamina.scheduler.conductor.decision_log import DecisionLog
 from lamina.scheduler.conductor.latency_model import PrefillPipelineShape, TransferLatency, TransferLatencyEstimator
@@ -198,6 +199,7 @@ def _features(
     prefill = _prefill(config, info, slo_admission, prefixes) if conducts else None
     swap = _swaps(config, info, offload_index)
     table: list[Feature | None] = [
+        Affinity(),
         prefill,
         swap,
         ReferenceDecoder(config.kv, budget) if budget else None,

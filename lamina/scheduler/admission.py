@@ -5,13 +5,12 @@ Pure policy: no torch, no I/O, no clock.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from lamina.protocol.blocks.block_tables import BlockTables
-from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import Fork
 
 from .batch import Batch, ChunkPolicy
@@ -19,8 +18,6 @@ from .feature_table import FeatureTable
 from .kv_manager.allocator import Allocation, KvAllocator, subtract
 from .sequence import Sequence
 from .starts import Candidates, DecodePlacement, KvStart, Verdict, start_op
-
-MAX_AFFINITY_KEYS = 1 << 14  # affinity keys whose last place is remembered
 
 
 @dataclass
@@ -43,9 +40,6 @@ class Admission:
         self._features = features
         self.next_id = 0
         self.lacks_blocks = False  # after ``admit``: whether the first waiting sequence waits for blocks
-        self._affinity = OrderedDict[
-            bytes, KvLocation
-        ]()  # where each has begun last, the one that did so first before others
 
     def next_sequence_id(self) -> int:
         """Return a sequence id that was never used before."""
@@ -93,7 +87,7 @@ class Admission:
             self.lacks_blocks = True
             return Verdict.HOLDS_UP
         here.left = subtract(here.left, fit.blocks)
-        reason = self._reason(sequence, fit)
+        reason = _reason(candidates, fit)
         candidates.placement = DecodePlacement(to, tuple(here.loads), fit.location, reason, here.left)
         here.loads[to] += sequence.num_tokens_with_placeholders
         self._join(candidates, here.batches[to], fit)
@@ -124,42 +118,26 @@ class Admission:
         """The allocation for the best start that has room; None if none has."""
         ways: list[KvStart | None] = [*candidates.starts, *([None] if candidates.may_begin_anew else ())]
         for way in ways:
-            fit, here.left = self._evict_for(here.batches, batch, candidates.sequence, way, here.left)
+            fit, here.left = self._evict_for(here.batches, batch, candidates, way, here.left)
             if fit is not None:
                 return fit
         return None
-
-    def _reason(self, sequence: Sequence, fit: Allocation) -> str:
-        """Return the reason for the sequence's place, for the decision log."""
-        if fit.start is not None:
-            return "its beginning is loaded there" if fit.start.source is None else "its beginning lies there"
-        near_affinity = bool(sequence.affinity_key) and self._affinity.get(sequence.affinity_key) == fit.location
-        return "others with its affinity key lie there" if near_affinity else "so all have their parts"
 
     def _join(self, candidates: Candidates, batch: Batch, fit: Allocation) -> None:
         sequence, start = candidates.sequence, fit.start
         sequence.id, sequence.location = self.next_sequence_id(), fit.location
         op = start_op(sequence, start)
         sequence.num_computed_tokens = sequence.num_cached_tokens = op.length if isinstance(op, Fork) else 0
-        self._remember(sequence)
         first = candidates.batches[0] if isinstance(op, Fork) else batch
         first.ops.append(op)  # before another batch's plan may free its source
         batch.running.append(sequence)
         batch.ops += self._features.on_started(candidates, start)
 
-    def _remember(self, sequence: Sequence) -> None:
-        """Remember the place for later sequences with the same affinity key."""
-        if sequence.affinity_key:
-            self._affinity[sequence.affinity_key] = sequence.location
-            self._affinity.move_to_end(sequence.affinity_key)
-            if len(self._affinity) > MAX_AFFINITY_KEYS:
-                self._affinity.popitem(last=False)
-
     def _evict_for(
         self,
         batches: Several[Batch],
         batch: Batch,
-        sequence: Sequence,
+        candidates: Candidates,
         start: KvStart | None,
         left: list[int],
     ) -> tuple[Allocation | None, list[int]]:
@@ -173,8 +151,9 @@ class Admission:
         sources = {op.source for each in batches for op in each.ops if isinstance(op, Fork)}
         sources |= {start.source} if start is not None and start.source is not None else set()
         oldest = self._oldest(sources)
-        affinity = self._affinity.get(sequence.affinity_key) if sequence.affinity_key else None
-        while (fit := self._allocator.find_room(sequence, start, more, batch.running, running, affinity)) is None:
+        while (
+            fit := self._allocator.find_room(candidates.sequence, start, more, batch.running, running, candidates.near)
+        ) is None:
             number = next(oldest, None)
             if number is None:
                 break
@@ -191,3 +170,10 @@ class Admission:
 
 def _running(batches: Several[Batch]) -> list[Sequence]:
     return [s for b in batches for s in b.running]
+
+
+def _reason(candidates: Candidates, fit: Allocation) -> str:
+    """Return the reason for a sequence's place, for the decision log."""
+    if fit.start is not None:
+        return "its beginning is loaded there" if fit.start.source is None else "its beginning lies there"
+    return "others with its affinity key lie there" if candidates.near == fit.location else "so all have their parts"

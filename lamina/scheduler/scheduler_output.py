@@ -45,12 +45,11 @@ class ScheduledStep:
 class TransferResult(NamedTuple):
     """The result of all transfers of a sequence.
 
-    ``loaded_sequence``: the sequence, after loads. ``saved_sequence``: its id, after saves. ``error``: why pages are
-    missing; ``is_fatal``: so the sequence ends, else their tokens are computed.
+    ``loaded_sequence``: it, after loads. ``error``: why pages are missing; ``is_fatal``: so it ends, else their tokens
+    are computed.
     """
 
     loaded_sequence: Sequence | None
-    saved_sequence: int
     error: str
     is_fatal: bool = False
 

@@ -11,6 +11,7 @@ from lamina.protocol.kv_placement import FIRST_LOCATION, KvLocation
 from lamina.request import CompletionOutput, SamplingParams
 
 from .prefix_index import KnownKeys
+from .sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from .sessions.session_table import SessionTurn
 from .sparsity.kept_kv import KeptKv
 
@@ -68,12 +69,11 @@ class Sequence:
     max_len: int  # tokens with the prompt, at which it ends
     stop_tokens: frozenset[int]
     salt: bytes = b""  # it shares KV only with sequences of the same salt
-    affinity_key: bytes = b""  # if there is room, it begins where the last sequence with this key did
     priority: int = 0  # the lowest number runs first
     fair_stamp: int = 0  # within a priority, the lowest number runs first; see FairOrder
     # The one whose batch it shares. A follower belongs to no request, holds up no other one, and is preempted first.
     follows: Sequence | None = None
-    retention_s: float = 0.0  # after its end, seconds for which other pages are evicted first
+    options: CacheOptions = DEFAULT_CACHE_OPTIONS  # of its request, for features
     turn: SessionTurn = field(default_factory=SessionTurn)
     id: int = -1  # set by the scheduler on admission, as is the next field
     location: KvLocation = FIRST_LOCATION  # where its KV lies on the memory workers
@@ -88,7 +88,6 @@ class Sequence:
     num_discarded_samples: int = 0  # tokens to drop from steps in flight, after a failed load
     do_not_cache: bool = False  # no other prompt may reuse its KV, such as after a reset of the prefix cache
     num_preemptions: int = 0  # how often it was preempted
-    is_accepted: bool = False  # an earlier engine or server has accepted it, so it is not refused for load
     # Prompt tokens whose log-probabilities are known or requested, less the first.
     num_scored_prompt_tokens: int = 0
     # Tokens of the completion that compute workers have counted for penalties, under this id; -1: none were sent.

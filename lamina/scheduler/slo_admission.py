@@ -152,7 +152,7 @@ class SloAdmission:
 
         ``places(tokens)``: how many completions of that length fit the KV cache at once.
         """
-        if sequences[0].is_accepted or not self.has_limits:
+        if not self.has_limits:
             return None
         prompt, now, decoding = self._known_prompt(sequences[0]), self._clock(), self.conductor.decode_load_model
         mean = int(max(decoding.mean_tokens, len(sequences[0].tokens) + decoding.mean_answer_tokens))
@@ -293,7 +293,7 @@ class SloAdmission:
     def check_decode_admission(self, sequence: Sequence) -> Refusal | None:
         """The reason why a sequence is rejected after its first token; None if it decodes."""
         booked = self._reservations.get(sequence)
-        if not self.has_limits or booked is None or sequence.finished or sequence.is_accepted:
+        if not self.has_limits or booked is None or sequence.finished:
             return None
         refusal = self.conductor.check_decode_admission(
             sequence.num_tokens_with_placeholders, self._clock() - booked.at_s

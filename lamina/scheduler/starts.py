@@ -80,7 +80,8 @@ class Candidates:
     """The ways in which a waiting sequence may begin, which features fill in.
 
     ``starts``: the best first. ``may_begin_anew``: it begins without any, where there is no room for these.
-    ``is_settled``: no feature adds starts any more. ``placement``: is there once it begins.
+    ``is_settled``: no feature adds starts any more. ``near``: where it begins if there is room; None: anywhere.
+    ``placement``: is there once it begins.
     """
 
     sequence: Sequence
@@ -90,6 +91,7 @@ class Candidates:
     starts: list[KvStart] = field(default_factory=list)
     may_begin_anew: bool = True
     is_settled: bool = False
+    near: KvLocation | None = None
     rows: PromptRows = field(default_factory=PromptRows)
     placement: DecodePlacement | None = None
 

@@ -20,6 +20,7 @@ from lamina.engine.scheduler_factory import build_parts
 from lamina.engine.tuning.tuner import Tuner
 from lamina.protocol.offload_messages import OffloadFacts
 from lamina.request import SamplingParams
+from lamina.scheduler.affinity import Affinity
 from lamina.scheduler.feature import Feature
 from lamina.scheduler.kv_manager.allocator import KvAllocator
 from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
@@ -63,6 +64,7 @@ class LongOnesAlone(Feature):
 
 # Of each feature of the scheduler's table: options, and facts of workers, with which an engine has it.
 WITH: dict[type[Feature], tuple[dict[str, Any], dict[str, Any]]] = {
+    Affinity: ({}, {}),
     PrefillDispatcher: ({"prefill_workers": 1}, {}),
     SwapPolicy: ({"kv_offloading_size": "1MiB", "preemption_mode": "swap"}, {"storage": STORAGE}),
     ReferenceDecoder: ({"kv_sparsity": "evict", "kv_error_budget": "default"}, {}),

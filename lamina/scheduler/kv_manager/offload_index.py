@@ -419,7 +419,7 @@ class OffloadIndex(Feature):
 
     def retention_ops(self, sequence: Sequence, length: int) -> list[SetRetention]:
         """Set the retention of the pages of a sequence's first ``length`` tokens, and of the states after these."""
-        if not (seconds := min(sequence.retention_s, MAX_RETENTION_S)):
+        if not (seconds := min(sequence.options.retention_s, MAX_RETENTION_S)):
             return []
         length = min(length, len(sequence.prompt)) if self._prompts_only else length
         states = [key for _, own in self.states.along(sequence, length) for key in own]
@@ -496,7 +496,7 @@ class OffloadIndex(Feature):
             sequence.start_after_load(valid)
         sequence.set_transfer(loading_tokens=0)
         self.num_hit_tokens += 0 if loading.loadable.is_swapped else valid
-        return TransferResult(sequence, op.sequence, loading.error, loading.has_failed and not self._recomputes)
+        return TransferResult(sequence, loading.error, loading.has_failed and not self._recomputes)
 
     def _saved(self, moving: PageTransfer) -> TransferResult | None:
         op, saving = moving.op, self._saving[moving.op.sequence]
@@ -508,7 +508,7 @@ class OffloadIndex(Feature):
         if saving.num_waiting:
             return None
         del self._saving[op.sequence]
-        return TransferResult(None, op.sequence, saving.error)
+        return TransferResult(None, saving.error)
 
     def may_start(self, sequence: Sequence) -> bool:
         """True for every prompt while storage has pages."""

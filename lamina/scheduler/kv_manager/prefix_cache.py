@@ -204,7 +204,8 @@ class PrefixCache(Feature):
         length, keys = self._chain(sequence, min(sequence.num_computed_tokens, *(snapshots[-1:] or [limit])))
         if not keys or sequence.do_not_cache or sequence.output.went_wrong:
             return [Free(sequence.id)]
-        until = self._clock() + sequence.retention_s if sequence.retention_s else 0.0
+        retention_s = sequence.options.retention_s
+        until = self._clock() + retention_s if retention_s else 0.0
         held_keys = keys[: self.prefix_index.match([self._place], keys)[0]]
         session = self.session_to_retain(sequence)
         if session is None and self._is_retained(sequence, length, keys, held_keys, snapshots):

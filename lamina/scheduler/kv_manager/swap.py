@@ -1,7 +1,8 @@
 """Swapping: the KV of preempted sequences is offloaded until they resume. Pure policy: no torch, no I/O, no clock.
 
 All of it is saved under keys that no other sequence finds, since KV of the same tokens may differ in its last bits. So
-a resumed sequence continues bit for bit as if it had not been preempted.
+a resumed sequence continues bit for bit as if it had not been preempted. The index of prefixes knows where the pages
+are; this policy only remembers which keys a sequence has, as these do not follow from its tokens.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.prefix_index import PrefixIndex
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName, Sessions
 from lamina.scheduler.sessions.token_ranges import remove_ranges
 
@@ -146,7 +147,7 @@ def test_what_went_wrong_leaves_nothing() -> None:
 def test_pages_that_are_to_be_kept_are_named_at_the_end_also_where_others_have_them() -> None:
     house = TierHouse(40)
     first, again, other = make(1, 9, 4), make(1, 9, 4), make(2, 9, 4)
-    again.retention_s = 60.0
+    again.options = CacheOptions(retention_s=60.0)
     for sequence in (first, again, other):
         house.scheduler.add(sequence)
         house.serve([sequence])

@@ -30,6 +30,7 @@ from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.spill_placement import SpillAllocator
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sessions.cache_options import CacheOptions
 
 STRIPE = 4  # blocks of a token each
 
@@ -272,7 +273,7 @@ def test_what_is_retained_at_home_gives_way_unless_it_was_asked_to_stay(asked: b
     """A pool that has served for a while is full of it."""
     house = House([6 * STRIPE, 6 * STRIPE], page=STRIPE)
     for _ in range(2):
-        house.add(4 * STRIPE - 3, 2).retention_s = 60.0 * asked
+        house.add(4 * STRIPE - 3, 2).options = CacheOptions(retention_s=60.0 * asked)
     long = house.add(4 * STRIPE, 30)
     for _ in range(3):
         house.step()

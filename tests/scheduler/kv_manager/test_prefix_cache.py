@@ -21,6 +21,7 @@ from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
 from lamina.scheduler.kv_manager.session_cache import SessionCache
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.starts import Candidates, KvStart, start_op
 
@@ -57,7 +58,7 @@ class Desk:
     ) -> KvStart | None:  # fmt: skip
         """Start a sequence, compute all of it but the last token, and end it."""
         sequence = self.waiting(prompt, number, salt)
-        sequence.retention_s = retention_s
+        sequence.options = CacheOptions(retention_s=retention_s)
         hit = self.match(sequence)
         op = self.start_op(sequence, hit)
         sequence.tokens += more

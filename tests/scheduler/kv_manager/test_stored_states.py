@@ -29,6 +29,7 @@ from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
 from lamina.scheduler.sequence import Sequence
+from lamina.scheduler.sessions.cache_options import CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.state_ledger import StateLedger
 
@@ -334,7 +335,7 @@ def test_retention_is_renewed_for_pages_and_for_the_states_after_them() -> None:
         house.serve(prompt)
     ids = {each.sequence for each in house.prefixes.retained()}
     assert not house.renewed
-    house.ask(prompt).retention_s = 60.0
+    house.ask(prompt).options = CacheOptions(retention_s=60.0)
     house.finish()
     assert {each.sequence for each in house.prefixes.retained()} == ids, "it has nothing new"
     assert house.renewed == {*house.pages, *house.states}
