@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs
-from gguf_checkpoints import oracle
+from oracle import oracle
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 

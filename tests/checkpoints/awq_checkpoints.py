@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from oracle import oracle
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,7 +26,6 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
     "tie_word_embeddings": False, "initializer_range": 0.4,
 }  # fmt: skip
-PROMPT, TOKENS, LOGITS = [3, 17, 99, 4, 56, 140, 8], 12, 8
 
 
 def write(dequantize: Any, seed: int) -> bool:
@@ -57,19 +57,6 @@ def write(dequantize: Any, seed: int) -> bool:
     known = oracle(model)
     (path / "oracle.json").write_text(json.dumps(known))
     return known is not None
-
-
-def oracle(model: Any) -> dict[str, Any] | None:
-    """Returns what a model in fp32 computes: tokens by argmax, and logits of the last one. None for a near tie."""
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        for _ in range(TOKENS):
-            logits = model(ids).logits[0, -1]
-            top = logits.topk(2).values
-            if float(top[0] - top[1]) < 0.02 * float(logits.std()):
-                return None
-            ids = torch.cat([ids, logits.argmax().view(1, 1)], 1)
-    return {"prompt": PROMPT, "tokens": ids[0, len(PROMPT) :].tolist(), "logits": logits[:LOGITS].tolist()}
 
 
 if __name__ == "__main__":

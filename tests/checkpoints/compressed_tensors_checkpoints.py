@@ -19,6 +19,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
+from oracle import oracle
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,7 +29,6 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
     "tie_word_embeddings": False, "initializer_range": 0.4,
 }  # fmt: skip
-PROMPT, TOKENS, LOGITS = [3, 17, 99, 4, 56, 140, 8], 12, 8
 # name -> format, and arguments of the weights' quantization
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4_group": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}),
@@ -107,19 +107,6 @@ def write(name: str, form: str, args: dict[str, Any], seed: int) -> bool:
     known = oracle(model)
     (path / "oracle.json").write_text(json.dumps(known))
     return known is not None
-
-
-def oracle(model: Any) -> dict[str, Any] | None:
-    """Returns what a model in fp32 computes: tokens by argmax, and logits of the last one. None for a near tie."""
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        for _ in range(TOKENS):
-            logits = model(ids).logits[0, -1]
-            top = logits.topk(2).values
-            if float(top[0] - top[1]) < 0.02 * float(logits.std()):
-                return None
-            ids = torch.cat([ids, logits.argmax().view(1, 1)], 1)
-    return {"prompt": PROMPT, "tokens": ids[0, len(PROMPT) :].tolist(), "logits": logits[:LOGITS].tolist()}
 
 
 if __name__ == "__main__":

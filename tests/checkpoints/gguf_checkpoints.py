@@ -13,17 +13,16 @@ import sys
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from oracle import oracle
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 HEADS, KV_HEADS, VOCABULARY = 4, 2, 160
-PROMPT, TOKENS, LOGITS = [3, 17, 99, 4, 56, 140, 8], 12, 8
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where blocks have their scales
 # Name -> the kinds of matrices, in turns.
 CASES = {
@@ -92,19 +91,6 @@ def write(name: str, kinds: Sequence[str], seed: int) -> bool:
     known = oracle(model)
     path.with_suffix(".json").write_text(json.dumps(known))
     return known is not None
-
-
-def oracle(model: Any) -> dict[str, Any] | None:
-    """Returns what a model in fp32 computes: tokens by argmax, and logits of the last one. None for a near tie."""
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        for _ in range(TOKENS):
-            logits = model(ids).logits[0, -1]
-            top = logits.topk(2).values
-            if float(top[0] - top[1]) < 0.02 * float(logits.std()):
-                return None
-            ids = torch.cat([ids, logits.argmax().view(1, 1)], 1)
-    return {"prompt": PROMPT, "tokens": ids[0, len(PROMPT) :].tolist(), "logits": logits[:LOGITS].tolist()}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from awq_checkpoints import HERE, SHAPE, oracle
+from awq_checkpoints import HERE, SHAPE
+from oracle import oracle
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -15,7 +15,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
-from compressed_tensors_checkpoints import HERE, SHAPE, oracle
+from compressed_tensors_checkpoints import HERE, SHAPE
+from oracle import oracle
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
