@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 Score = tuple[int, float, int]  # a token, its log-probability before temperature and filters, and its rank
@@ -124,30 +125,12 @@ class RequestTimes:
     last_token_s: float | None = None
     finished_s: float | None = None
 
-    @property
-    def arrival_time(self) -> float:
-        """``arrival_s``, by vLLM's name, like the next properties."""
-        return self.arrival_s
-
-    @property
-    def first_scheduled_time(self) -> float | None:
-        """``scheduled_s``."""
-        return self.scheduled_s
-
-    @property
-    def first_token_time(self) -> float | None:
-        """``first_token_s``."""
-        return self.first_token_s
-
-    @property
-    def last_token_time(self) -> float | None:
-        """``last_token_s``."""
-        return self.last_token_s
-
-    @property
-    def finished_time(self) -> float | None:
-        """``finished_s``."""
-        return self.finished_s
+    # The same, by vLLM's names.
+    arrival_time = property(attrgetter("arrival_s"))
+    first_scheduled_time = property(attrgetter("scheduled_s"))
+    first_token_time = property(attrgetter("first_token_s"))
+    last_token_time = property(attrgetter("last_token_s"))
+    finished_time = property(attrgetter("finished_s"))
 
     def mark(self, now_s: float, *, finished: bool) -> None:
         """Note the time of a token."""

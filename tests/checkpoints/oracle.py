@@ -1,4 +1,4 @@
-"""What a checkpoint's model answers in fp32, for the scripts that write checkpoints."""
+"""The answers in fp32 of models, for the scripts that write checkpoints of them."""
 
 from __future__ import annotations
 
