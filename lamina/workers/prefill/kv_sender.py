@@ -9,7 +9,8 @@ from lamina.observe.trace import NULL_RECORDER, Recorder
 from lamina.protocol.step_plan import MessageKey, MessageKind
 from lamina.workers.compute.attention_client import MemoryWorkerClient
 from lamina.workers.device_selection import CPU
-from lamina.workers.memory.kv_transfer.transfer_link import NOTHING, Transfer, TransferLink, TransferPart
+from lamina.workers.memory.kv_transfer.transfer import Transfer, TransferPart
+from lamina.workers.memory.kv_transfer.transfer_link import NOTHING, TransferLink
 from lamina.workers.runtime import RUNTIME, Runtime
 from lamina.workers.staging import HostStaging
 

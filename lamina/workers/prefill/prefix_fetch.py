@@ -22,14 +22,8 @@ from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer.block_parts import gather, layer_parts, max_block_bytes, scatter, whole_blocks
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
-from lamina.workers.memory.kv_transfer.transfer_link import (
-    SLOTS,
-    Transfer,
-    TransferLink,
-    TransferPart,
-    TransferRefusedError,
-    inbox,
-)
+from lamina.workers.memory.kv_transfer.transfer import Transfer, TransferPart, TransferRefusedError
+from lamina.workers.memory.kv_transfer.transfer_link import SLOTS, TransferLink, inbox
 from lamina.workers.runtime import RUNTIME, Runtime
 
 REQUEST_BYTES = 1 << 8  # bytes of a request

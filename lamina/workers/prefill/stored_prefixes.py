@@ -12,7 +12,8 @@ from lamina.protocol.prefix_fetch import ConnectPrefillPeers, owned_blocks
 from lamina.protocol.step_plan import FetchPrefix
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer.block_parts import block_parts, max_block_bytes, scatter
-from lamina.workers.memory.kv_transfer.transfer_link import TransferPart, inbox
+from lamina.workers.memory.kv_transfer.transfer import TransferPart
+from lamina.workers.memory.kv_transfer.transfer_link import inbox
 
 from .prefix_fetch import PrefixSource
 

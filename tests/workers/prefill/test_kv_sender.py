@@ -14,7 +14,8 @@ from lamina.netstack import Channel, ChannelTimeout
 from lamina.netstack.checksum import checksum
 from lamina.protocol.codec import TensorSpan
 from lamina.protocol.step_plan import MessageKey, MessageKind, ProtocolError
-from lamina.workers.memory.kv_transfer.transfer_link import MessageType, TransferRefusedError, pack_header
+from lamina.workers.memory.kv_transfer.transfer import TransferRefusedError
+from lamina.workers.memory.kv_transfer.transfer_link import MessageType, pack_header
 from lamina.workers.prefill.kv_sender import KvSender
 from lamina.workers.runtime import Runtime
 

@@ -32,7 +32,7 @@ from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
 from lamina.workers.memory.kv_transfer.prefix_send import PrefixSender
-from lamina.workers.memory.kv_transfer.transfer_link import TransferError
+from lamina.workers.memory.kv_transfer.transfer import TransferError
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.prefill.prefix_fetch import PrefixFetch
 from lamina.workers.prefill.stored_prefixes import stored_prefixes

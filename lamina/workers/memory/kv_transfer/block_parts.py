@@ -16,7 +16,8 @@ from lamina.utils.tensor_buffers import tensor_over
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.staging import Staging
 
-from .transfer_link import PART_BYTES, TransferPart
+from .transfer import TransferPart
+from .transfer_link import PART_BYTES
 
 # Copies between blocks of a tensor [N + 1, H, ...] of a store, whose indices are given, and a message [B, H, ...].
 CopyBlocks = Callable[[Tensor, Sequence[int], Tensor, Staging], object]

@@ -15,7 +15,8 @@ from lamina.workers.memory.worker_counters import Counters
 
 from .block_parts import gather, layer_parts, max_block_bytes, scatter
 from .peer_links import PeerLinks
-from .transfer_link import CONNECT_TIMEOUT_S, Transfer, inbox
+from .transfer import Transfer
+from .transfer_link import CONNECT_TIMEOUT_S, inbox
 
 SILENCE_S = 30.0  # seconds without a message of a peer that has a copy to send, or without room for one
 

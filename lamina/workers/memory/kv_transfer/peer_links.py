@@ -15,7 +15,8 @@ from lamina.workers.device_selection import CPU
 from lamina.workers.epoch_channels import EpochFabric
 from lamina.workers.runtime import RUNTIME, Runtime
 
-from .transfer_link import TransferLink, TransferPart, inbox
+from .transfer import TransferPart
+from .transfer_link import TransferLink, inbox
 
 log = logging.getLogger(__name__)
 START_S = Deadlines().start_timeout_s

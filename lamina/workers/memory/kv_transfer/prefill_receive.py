@@ -41,7 +41,8 @@ from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.staging import HostStaging, Staging
 
 from .prefix_send import PrefixSender
-from .transfer_link import NOTHING, Transfer, TransferLink, TransferPart
+from .transfer import Transfer, TransferPart
+from .transfer_link import NOTHING, TransferLink
 
 MAX_WAIT_S = 0.005  # seconds between checks of the prefill workers while decoding leaves no gap
 DECODE_GAP_S = 0.0005  # seconds that an idle worker waits for decoding before it checks the prefill workers again

@@ -20,7 +20,8 @@ from lamina.workers.staging import Staging
 
 from .block_parts import block_parts, gather, max_block_bytes, whole_blocks
 from .peer_links import PeerLinks
-from .transfer_link import TransferPart, TransferRefusedError, inbox
+from .transfer import TransferPart, TransferRefusedError
+from .transfer_link import inbox
 
 SILENCE_S = 60.0  # seconds without room in a prefill worker's inbox: it may compute other chunks first
 

@@ -17,7 +17,8 @@ from lamina.workers.memory.kv_store import KvStore, layer_window
 
 from .block_parts import CopyBlocks, block_parts, gather, scatter
 from .state_parts import read_state, state_parts, write_state
-from .transfer_link import TransferPart, copy_here
+from .transfer import TransferPart
+from .transfer_link import copy_here
 from .transfer_mesh import TransferMesh
 
 

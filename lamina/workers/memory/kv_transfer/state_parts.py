@@ -16,7 +16,8 @@ from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.state_store import StateStore
 from lamina.workers.staging import Staging
 
-from .transfer_link import PART_BYTES, TransferPart
+from .transfer import TransferPart
+from .transfer_link import PART_BYTES
 
 # Copies some heads between a state of a store [state_size] and a message.
 CopyState = Callable[[Part, Tensor, Tensor], object]

@@ -16,20 +16,20 @@ import enum
 import logging
 import math
 import struct
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout, Geometry, PeerFault
+from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout, Geometry
 from lamina.netstack.checksum import CHECKSUM_BYTES, checksum
 from lamina.protocol.step_plan import ProtocolError
 from lamina.workers.device_selection import CPU
 from lamina.workers.runtime import RUNTIME, Runtime
 from lamina.workers.staging import Staging, open_staging
+
+from .transfer import ALL_LAYERS, Transfer, TransferGoneError, TransferPart, TransferRefusedError, TransferTable
 
 log = logging.getLogger(__name__)
 SLOTS, PART_BYTES = 4, 1 << 20  # slots of an inbox; bytes of a part, unless a block is larger
@@ -47,61 +47,7 @@ class MessageType(enum.IntEnum):
     GONE = 4  # as REFUSED: nothing of what the transfer was to send is stored
 
 
-class TransferError(PeerFault):
-    """A transfer has failed. The text names the peer and the transfer."""
-
-
-class TransferRefusedError(TransferError):
-    """The peer lacks the requested KV. Its other transfers continue."""
-
-
-class TransferGoneError(TransferRefusedError):
-    """The peer stores nothing of the requested KV, such as after it was evicted."""
-
-
 _REFUSALS = {MessageType.REFUSED: TransferRefusedError, MessageType.GONE: TransferGoneError}
-
-
-class TransferPart(NamedTuple):
-    """One message of a transfer. ``copy``: at the sender, copies KV into the message; at the receiver, out of it. The
-    staging is that of the calling thread. ``layer``: of the KV.
-    """
-
-    nbytes: int
-    copy: Callable[[memoryview, Staging], object]
-    layer: int = 0
-
-
-class Transfer:
-    """A transfer under way, at either end. ``nbytes``: copied so far. ``error``: why it has failed."""
-
-    def __init__(
-        self,
-        number: int,
-        parts: Iterable[TransferPart],
-        silence_s: float = math.inf,
-        on_end: Callable[[Transfer], None] = lambda transfer: None,
-    ) -> None:
-        """``parts``: read one by one, the next one after the last one was copied. ``on_end``: called at the end, from
-        any thread. ``silence_s``: see TransferLink.
-        """
-        self.number, self.silence_s, self.on_end = number, silence_s, on_end
-        self._parts = iter(parts)
-        self.next_part: TransferPart | None = next(self._parts, None)
-        self.index = self.nbytes = 0  # number of the next part
-        self.started_at = 0.0
-        self.error: TransferError | None = None
-
-    def has_layer(self, layer: int) -> bool:
-        """Return whether all parts of the layers up to ``layer`` are copied."""
-        return self.next_part is None or self.next_part.layer > layer
-
-    def advance(self) -> None:
-        """Note that the next part is copied."""
-        assert self.next_part is not None
-        self.nbytes += self.next_part.nbytes
-        self.index += 1
-        self.next_part = next(self._parts, None)
 
 
 class TransferLink:
@@ -127,9 +73,8 @@ class TransferLink:
         self._runtime, self._clock, self._connect_s = around, around.clock, connect_s
         self._changed = around.condition()  # also protects the memory into which parts are copied
         self._channel: Channel | None = None
-        self._incoming: dict[int, Transfer] = {}
-        self._outgoing: dict[int, Transfer] = {}
-        self._last = -1  # the highest number that was expected
+        self._incoming = TransferTable(self._changed, peer)
+        self._outgoing = TransferTable(self._changed, peer)
         self._num_requests = 0  # of the peer, that wait for their replies
         self._error = ""
         self._is_over = self._sends = False
@@ -157,13 +102,14 @@ class TransferLink:
 
     def send(self, transfer: Transfer) -> Transfer:
         """Begin to send a transfer, after earlier ones."""
-        if self._begin(transfer, self._outgoing) and not self._enqueue(lambda staging: self._send(transfer, staging)):
-            self._fail(self._outgoing, [transfer.number])
+        if self._outgoing.begin(transfer) and not self._enqueue(lambda staging: self._send(transfer, staging)):
+            self._outgoing.fail(transfer, self._error)
         return transfer
 
     def expect(self, transfer: Transfer) -> Transfer:
         """Receive a transfer from now on. ``cancel`` and ``stop`` end it without ``on_end``."""
-        self._begin(transfer, self._incoming)
+        transfer.started_at = self._clock()
+        self._incoming.begin(transfer)
         return transfer
 
     def request(self, number: int, data: bytes) -> None:
@@ -172,7 +118,7 @@ class TransferLink:
 
     def fetch(self, data: bytes, parts: Iterable[TransferPart], silence_s: float) -> Transfer:
         """Request a transfer and expect it. Each transfer that the peer sends begins so, on one thread."""
-        number = self._last + 1
+        number = self._incoming.last + 1
         self.request(number, data)
         return self.expect(Transfer(number, parts, silence_s))
 
@@ -191,7 +137,7 @@ class TransferLink:
     @property
     def is_receiving(self) -> bool:
         """True if an expected transfer has parts that are still to come."""
-        return bool(self._incoming)
+        return bool(self._incoming.under_way)
 
     def receive_one(self, staging: Staging, timeout_s: float = 0.0) -> bool:
         """Receive the next message on this thread, and return whether one has come. Raises ChannelTimeout if the peer
@@ -215,18 +161,15 @@ class TransferLink:
         """Drop what still comes of a transfer, and return whether it was expected. Nothing is copied any more when this
         returns.
         """
-        with self._changed:
-            return self._incoming.pop(number, None) is not None
+        return self._incoming.cancel(number)
 
-    def wait(self, transfer: Transfer, layer: int | None = None) -> None:
-        """Wait until a transfer has copied all parts up to ``layer``; None: all layers. Raises TransferError."""
-        wanted = sys.maxsize if layer is None else layer
-        with self._changed:
-            self._changed.wait_for(lambda: transfer.error or transfer.has_layer(wanted) or self._is_over)
+    def wait(self, transfer: Transfer, layer: int = ALL_LAYERS) -> None:
+        """Wait until a transfer has copied all parts up to ``layer``. Raises TransferError."""
+        self._incoming.wait(transfer, layer)
         if transfer.error is not None:
             raise transfer.error
-        if not transfer.has_layer(wanted):
-            raise TransferError(f"the epoch is over (transfer {transfer.number} of {self.peer})")
+        if not transfer.has_layer(layer):
+            raise self._incoming.error_of(transfer, "the epoch is over")
 
     def give_up(self, error: str) -> None:
         """Abort the channel, and fail all transfers, also later ones. What is sent in full by now has not failed."""
@@ -234,14 +177,14 @@ class TransferLink:
             self._error = self._error or error
             if self._channel is not None:
                 self._channel.abort(error)
-        self._fail(self._incoming)  # the thread that sends fails the others
+        self._incoming.fail_all(error)  # the thread that sends fails the others
 
     def stop(self) -> None:
         """Copy nothing into memory from now on, and begin nothing."""
         with self._changed:
             self._is_over = True
-            self._incoming.clear()
-            self._outgoing.clear()
+            self._incoming.stop()
+            self._outgoing.stop()
             self._changed.notify_all()
         self._jobs.put(None)
 
@@ -250,36 +193,7 @@ class TransferLink:
         with self._changed:
             self._changed.wait_for(lambda: not self._num_threads, END_S)
 
-    def _begin(self, transfer: Transfer, transfers: dict[int, Transfer]) -> bool:
-        """Add a transfer to ``transfers``. Returns whether it is under way: it has parts, and has not failed. None is
-        after a stop.
-        """
-        with self._changed:
-            if self._is_over:
-                return False
-            transfer.started_at = self._clock()
-            transfer.error = self._failure(transfer) if self._error else None
-            is_open = transfer.next_part is not None and transfer.error is None
-            if is_open:
-                transfers[transfer.number] = transfer
-            if transfers is self._incoming:
-                self._last = max(self._last, transfer.number)
-            self._changed.notify_all()
-        if not is_open:
-            transfer.on_end(transfer)
-        return is_open
-
-    def _fail(self, transfers: dict[int, Transfer], numbers: Iterable[int] | None = None) -> None:
-        """Fail transfers, if they are under way: all, or those of ``numbers``."""
-        with self._changed:
-            lost = [transfers.pop(n) for n in (list(transfers) if numbers is None else numbers) if n in transfers]
-            for transfer in lost:
-                transfer.error = self._failure(transfer)
-            self._changed.notify_all()
-        for transfer in lost:
-            transfer.on_end(transfer)
-
-    def _start(self, work: Callable[[Staging], None], name: str, transfers: dict[int, Transfer]) -> None:
+    def _start(self, work: Callable[[Staging], None], name: str, transfers: TransferTable) -> None:
         """Start a thread. ``transfers``: fail if it does, even if its staging cannot be opened."""
 
         def run() -> None:
@@ -290,7 +204,7 @@ class TransferLink:
                 if not isinstance(e, ChannelError | ProtocolError):
                     log.exception("a transfer with %s has failed", self.peer)
                 self.give_up(str(e))
-                self._fail(transfers)
+                transfers.fail_all(str(e))
             finally:
                 with self._changed:
                     self._num_threads -= 1
@@ -299,9 +213,6 @@ class TransferLink:
         with self._changed:
             self._num_threads += 1
         self._runtime.start(run, name)
-
-    def _failure(self, transfer: Transfer) -> TransferError:
-        return TransferError(f"{self._error} (transfer {transfer.number} of {self.peer})")
 
     # Send.
     def _enqueue(self, job: Callable[[Staging], None]) -> bool:
@@ -322,12 +233,8 @@ class TransferLink:
     def _send(self, transfer: Transfer, staging: Staging) -> None:
         while (part := transfer.next_part) is not None:
             self.send_part(transfer.number, transfer.index, part, staging)
-            with self._changed:
-                transfer.advance()
-                if transfer.next_part is None:
-                    self._outgoing.pop(transfer.number, None)
-                self._changed.notify_all()
-        transfer.on_end(transfer)
+            if not self._outgoing.copy_part(transfer, part.nbytes):
+                return
 
     def _put(
         self, message: MessageType, number: int, index: int, nbytes: int, fill: Callable[[memoryview], object]
@@ -355,7 +262,7 @@ class TransferLink:
         """Raise ChannelTimeout if the peer was silent for too long during a transfer."""
         now = self._clock()
         with self._changed:
-            for transfer in self._incoming.values():
+            for transfer in self._incoming.under_way.values():
                 if now - max(self._heard, transfer.started_at) > transfer.silence_s:
                     raise ChannelTimeout(f"nothing has come for {transfer.silence_s:g} s")
 
@@ -399,27 +306,25 @@ class TransferLink:
 
     def _take(self, name: str, message: int, index: int, number: int, data: memoryview, staging: Staging) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: number <= self._last or self._is_over, self._silence_s):
+            if not self._changed.wait_for(lambda: number <= self._incoming.last or self._is_over, self._silence_s):
                 raise ProtocolError(f"{name} came, and is not expected")
-            transfer = self._incoming.get(number)
-            if transfer is None:
-                return
-            part = transfer.next_part
-            assert part is not None
-            if message in _REFUSALS:
-                reason = bytes(data).decode(errors="replace")
-                transfer.error = _REFUSALS[MessageType(message)](f"{reason} (transfer {number} of {self.peer})")
-            elif index != transfer.index or data.nbytes != part.nbytes:
-                raise ProtocolError(f"{name} with {data.nbytes} bytes, not part {transfer.index} of {part.nbytes}")
-            else:
-                part.copy(data, staging)
-                staging.record_event()()  # others use other queues of the device
-                transfer.advance()
-            if is_done := transfer.error is not None or transfer.next_part is None:
-                del self._incoming[number]
-            self._changed.notify_all()
-        if is_done:
-            transfer.on_end(transfer)
+            transfer = self._incoming.under_way.get(number)
+        if transfer is None:
+            return
+        if message in _REFUSALS:
+            reason = bytes(data).decode(errors="replace")
+            self._incoming.fail(transfer, reason, _REFUSALS[MessageType(message)])
+            return
+        part = transfer.next_part
+        assert part is not None
+        if index != transfer.index or data.nbytes != part.nbytes:
+            raise ProtocolError(f"{name} with {data.nbytes} bytes, not part {transfer.index} of {part.nbytes}")
+
+        def copy(part: TransferPart = part) -> None:
+            part.copy(data, staging)
+            staging.record_event()()  # others use other queues of the device
+
+        self._incoming.copy_part(transfer, part.nbytes, copy)
 
 
 NOTHING = TransferPart(0, lambda message, staging: None)  # the only part of a transfer that confirms another one

@@ -13,7 +13,8 @@ from lamina.workers.runtime import RUNTIME, Runtime
 
 from .block_parts import max_block_bytes
 from .state_parts import max_state_bytes
-from .transfer_link import NOTHING, Transfer, TransferLink, TransferPart, inbox
+from .transfer import Transfer, TransferPart
+from .transfer_link import NOTHING, TransferLink, inbox
 
 Parts = Mapping[int, Iterable[TransferPart]]  # by the index of a peer
 

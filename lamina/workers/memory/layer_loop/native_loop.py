@@ -71,7 +71,7 @@ class NativeLayerLoop(HostLayerLoop):
         limit = len(self._store.layers) * len(steps)
         for number, step in enumerate(steps):
             for load in self._loads.needed_by(step.plan) if self._loads else ():
-                limit = min(limit, load.layers * len(steps) + number)
+                limit = min(limit, load.next_layer * len(steps) + number)
         grants = self._inbox.grants
         overdue_s = -1.0 if grants is None or not grants.is_open else grants.overdue_s
         return self._loop.run(self._inbox.poll_timeout_s, overdue_s, limit)
@@ -80,7 +80,7 @@ class NativeLayerLoop(HostLayerLoop):
         """Wait a while if the next layer needs KV that is still to be loaded."""
         layer, number = divmod(self._loop.at()[0], len(steps))
         needed = self._loads.needed_by(steps[number].plan) if self._loads else []
-        if self._loads is not None and any(load.layers <= layer for load in needed):
+        if self._loads is not None and not all(load.has_layer(layer) for load in needed):
             start = self._trace.now()
             self._loads.wait(needed, layer, self._inbox.poll_timeout_s)
             self._trace.add(Event.WAIT_LAYER, start, steps[number].plan, layer)

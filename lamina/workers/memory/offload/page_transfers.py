@@ -56,7 +56,7 @@ from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.staging import Staging, open_staging
 
-from .kv_load import KvLoader, LoadResult
+from .kv_load import KvLoader, OpLoad
 from .page_fragments import PageBlocks, StoreFragments
 from .parity_pages import ParityPages, ParityReplies
 from .prefetch import Prefetcher
@@ -354,7 +354,7 @@ class PageTransfers:
         with suppress(LinkClosedError):
             self._report(LoadReady(epoch=self._view, transfer_id=op.transfer_id))
 
-    def _loaded(self, load: LoadResult) -> None:
+    def _loaded(self, load: OpLoad) -> None:
         self._prefetcher.on_loaded()
         self._tell(load.op, load.num_pages, load.evicted, load.error, is_miss=load.is_miss)
 

@@ -25,18 +25,12 @@ from lamina.netstack import ChannelError
 from lamina.protocol.step_plan import Free, LoadKv, ProtocolError, StepPlan, Truncate, decode, encode
 from lamina.workers.device_selection import CPU
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
-from lamina.workers.memory.kv_transfer.transfer_link import (
-    TransferLink,
-    TransferPart,
-    TransferRefusedError,
-    parts_from,
-    parts_into,
-    split_into,
-)
+from lamina.workers.memory.kv_transfer.transfer import TransferPart, TransferRefusedError
+from lamina.workers.memory.kv_transfer.transfer_link import TransferLink, parts_from, parts_into, split_into
 from lamina.workers.runtime import RUNTIME, Runtime
 from lamina.workers.staging import HostStaging
 
-from .kv_load import LATE_LOAD_S, KvLoader, PageLoad
+from .kv_load import LATE_LOAD_S, KvLoader, OpLoad, PageLoad
 from .page_fragments import StoreFragments
 
 PLAN_WAIT_S = 30.0  # seconds until the plan of a requested load, which may come before it
@@ -55,7 +49,7 @@ class LoadedLayersRequest(msgspec.Struct, frozen=True, array_like=True):
 class _Offer(NamedTuple):
     loader: KvLoader
     load: PageLoad
-    number: int  # of its op
+    op: OpLoad
     fragments: StoreFragments
 
 
@@ -78,8 +72,8 @@ class ParityReplies:
             for number in [n for n, offer in self._offers.items() if offer.load.sequence in gone]:
                 del self._offers[number]
             for load in loads:
-                for number, op in enumerate(load.ops):
-                    self._offers[op.transfer_id] = _Offer(loader, load, number, fragments)
+                for each in load.ops:
+                    self._offers[each.op.transfer_id] = _Offer(loader, load, each, fragments)
             self._changed.notify_all()
 
     def answer(self, data: bytes) -> Iterator[TransferPart]:
@@ -88,14 +82,14 @@ class ParityReplies:
         with self._changed:
             self._changed.wait_for(lambda: ask.transfer_id in self._offers, PLAN_WAIT_S)
             offer = self._offers.get(ask.transfer_id)
-        if offer is None or not 0 <= ask.page < len(pages := offer.load.page_blocks[offer.number]):
+        if offer is None or not 0 <= ask.page < len(offer.op.blocks):
             raise TransferRefusedError(f"no plan loads this: {ask}")
         if not 0 <= ask.first_layer < ask.last_layer <= offer.fragments.num_layers:
             raise ProtocolError(f"layers {ask.first_layer} to {ask.last_layer} are requested")
-        offer.loader.wait_for_reply(offer.load, ask.last_layer - 1, (offer.number, ask.page))
-        if ask.page >= offer.load.done[offer.number]:
+        offer.loader.wait_for_reply(offer.load, ask.last_layer - 1, (offer.op, ask.page))
+        if offer.load.error is not None or ask.page >= offer.op.num_pages:
             raise TransferRefusedError(f"it was not loaded here: {ask}")
-        if (blocks := pages[ask.page]) is None:
+        if (blocks := offer.op.blocks[ask.page]) is None:
             raise TransferRefusedError(f"its blocks were freed: {ask}")
         layers = range(ask.first_layer, ask.last_layer)
         yield from parts_from(b"".join(offer.fragments.read(blocks, HostStaging(CPU), layers).values()))

@@ -18,15 +18,8 @@ from lamina.netstack import ChannelError
 from lamina.protocol.offload_messages import MAX_LISTED_PAGES
 from lamina.protocol.step_plan import KEY_BYTES, ProtocolError, decode, encode
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
-from lamina.workers.memory.kv_transfer.transfer_link import (
-    TransferGoneError,
-    TransferLink,
-    TransferPart,
-    TransferRefusedError,
-    parts_from,
-    parts_into,
-    split_into,
-)
+from lamina.workers.memory.kv_transfer.transfer import TransferGoneError, TransferPart, TransferRefusedError
+from lamina.workers.memory.kv_transfer.transfer_link import TransferLink, parts_from, parts_into, split_into
 from lamina.workers.memory.worker_counters import Counters
 
 log = logging.getLogger(__name__)

@@ -21,13 +21,10 @@ from lamina.workers.device_selection import CPU
 from lamina.workers.epoch_channels import EpochFabric
 from lamina.workers.memory.kv_transfer import transfer_link
 from lamina.workers.memory.kv_transfer.peer_links import PeerLinks
+from lamina.workers.memory.kv_transfer.transfer import Transfer, TransferError, TransferPart, TransferRefusedError
 from lamina.workers.memory.kv_transfer.transfer_link import (
     MessageType,
-    Transfer,
-    TransferError,
     TransferLink,
-    TransferPart,
-    TransferRefusedError,
     copy_here,
     inbox,
     pack_header,

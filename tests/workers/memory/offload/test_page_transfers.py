@@ -33,8 +33,6 @@ from lamina.protocol.step_plan import (
     Fork,
     Free,
     LoadKv,
-    MessageKey,
-    MessageKind,
     New,
     PrefetchHint,
     PrefillGrant,
@@ -49,7 +47,6 @@ from lamina.protocol.step_plan import (
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.offload import kv_load as loads_module
 from lamina.workers.memory.offload import page_transfers
-from lamina.workers.memory.offload.kv_load import PageLoad
 from lamina.workers.memory.offload.page_fragments import StoreFragments
 from lamina.workers.memory.offload.page_transfers import END_S, LAST_S, PageTransfers
 from lamina.workers.memory.worker_counters import Counters
@@ -790,7 +787,7 @@ def test_rows_may_come_once_the_gate_is_open(by_layer: tuple[Bench, LayerGate]) 
     (load,) = needed = loads.needed_by(plan(ROW))
     assert loads.wait(needed, 0, 0.0), "the first layer is there"
     assert not loads.wait(needed, 1, 0.0), "the second one is not"
-    assert (load.layers, bench.store.committed.report()[2]) == (1, 0)
+    assert (load.next_layer, bench.store.committed.report()[2]) == (1, 0)
     gate.may_go.set()
     assert loads.wait(needed, 1, WAIT_S)
     loads.collect()
@@ -851,26 +848,29 @@ def test_a_layer_that_does_not_come_is_given_up(
     before, loads = rows_of(bench.store, 2), bench.transfers.loader
     assert loads.wait(loads.needed_by(plan(ROW)), 1, 0.0)
     said = bench.report()
-    assert (said.num_pages, said.error) == (0, "layer 1 of sequence 2 was not there after 0 s")
+    assert (said.num_pages, said.error) == (0, "layer 1 of sequence 2 was not there after 0 s (transfer 1 of storage)")
     gate.may_go.set()
     bench.do(New(3), LoadKv(3, 2, 0, PAGE, KEYS[:1]))
     assert bench.report() == TransferDone(epoch=3, transfer_id=2, num_pages=1), "the next load goes on behind it"
     assert rows_of(bench.store, 2) == before
 
 
-def test_rows_wait_for_all_layers_of_a_load_together() -> None:
-    """Time in which they go on does not count; and what was there once stays there."""
-    waiting = PageLoad([early()], [[None] * PAGES], MessageKey.for_step(MessageKind.PLAN, plan()), 0, lambda: None)
-    assert not waiting.wait(0, 0.02)
-    waiting.on_layers_loaded(1)
-    assert waiting.wait(0, 0.0)
-    so_far = waiting.waited_s
-    assert so_far == waiting.waited_s >= 0.02, "nobody waits now"
-    assert not waiting.wait(1, 0.02)
-    assert waiting.waited_s >= 0.04
-    waiting.on_layers_loaded(2, ended=True)
-    waiting.on_layers_loaded(1)
-    assert waiting.wait(1, 0.0)
+def test_rows_wait_for_all_layers_of_a_load_together(by_layer: tuple[Bench, LayerGate]) -> None:
+    """Time in which they go on does not count."""
+    bench, gate = by_layer
+    loads = bench.transfers.loader
+    bench.do(New(2), early())
+    assert bench.opened() == 1
+    bench.do(ROW)
+    (load,) = needed = loads.needed_by(plan(ROW))
+    assert loads.wait(needed, 0, 0.0)
+    assert (load.late_since, load.waited_s < 0.02) == (None, True), "nobody waits now"
+    for _ in range(2):
+        assert not loads.wait(needed, 1, 0.02)
+    gate.may_go.set()
+    assert loads.wait(needed, 1, WAIT_S)
+    assert load.waited_s >= 0.04
+    assert load.late_since is None
 
 
 def test_a_read_that_fails_behind_the_end_of_its_load_changes_nothing(
@@ -892,8 +892,8 @@ def test_a_read_that_fails_behind_the_end_of_its_load_changes_nothing(
     gate.may_go.set()
     bench.do(New(3), LoadKv(3, 2, 0, PAGE, KEYS[:1]))
     assert bench.report() == TransferDone(epoch=3, transfer_id=2, num_pages=1)
-    assert (load.done, load.evicted) == ([0], [[]])
-    assert set(callers) == {bench.transfers.loader.thread}
+    assert [(each.num_pages, each.evicted) for each in load.ops] == [(0, [])]
+    assert callers == []
 
 
 def test_a_long_load_comes_in_several_ops(by_layer: tuple[Bench, LayerGate]) -> None:
