@@ -164,9 +164,11 @@ def _journal(model: str, config: ServerConfig) -> Iterator[Journal | None]:
 
 
 def _run_server() -> Callable[..., int]:
-    from lamina.server.run import run
+    import uvloop
 
-    return run
+    from lamina.server.run import serve
+
+    return lambda *args: uvloop.run(serve(*args))
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
-import uvloop
 
 from lamina.config.engine_config import EngineConfig
 from lamina.executor.chat_renderer import ChatRenderer
@@ -52,7 +51,7 @@ KEEP_ALIVE_S = 75
 logger = logging.getLogger(__name__)
 
 
-def run(
+async def serve(
     model: str,
     config: ServerConfig,
     engine_config: EngineConfig,
@@ -64,18 +63,6 @@ def run(
     """Serve until a signal, or until the engine is lost. Returns the exit status: 0, or 1 if the engine was lost."""
     set_up_server_log(as_json=config.log_json, level=config.log_level)
     logger.info("starting %s", model)
-    return uvloop.run(_serve(model, config, engine_config, handle, sock, on_ready, journal))
-
-
-async def _serve(
-    model: str,
-    config: ServerConfig,
-    engine_config: EngineConfig,
-    handle: EngineHandle,
-    sock: socket.socket,
-    on_ready: Callable[[], None],
-    journal: Journal | None,
-) -> int:
     source = config.tokenizer or model
     remote, limit_s = engine_config.model.trust_remote_code, engine_config.deadlines.start_timeout_s
     defaults = default_sampling_params(model, config.generation_config, trust_remote_code=remote)

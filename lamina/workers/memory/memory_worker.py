@@ -325,8 +325,8 @@ class MemoryWorker:
         stored, self._stored = self._stored, None
         if stored is not None and self._pages is not None and self.transfers is not None:
             find = self._pages.set_locations
-            keys = find(self.transfers.whole_page_fragments, stored.keys)
-            states = find(self.transfers.state_fragments, stored.states)
+            keys = find(self.transfers.fragments.whole_page_fragments, stored.keys)
+            states = find(self.transfers.fragments.states.whole, stored.states)
             self._report(structs.replace(stored, keys=keys, states=states))
 
     def quiesced(self, epoch: int) -> Quiesced:

@@ -108,9 +108,9 @@ class PageTransfers:
         stored pages have a time to live.
         """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, epoch
-        self._atoms, self._recipe, self._trace = StoreFragments(store, rank), recipe, trace
+        self.fragments, self._recipe, self._trace = StoreFragments(store, rank), recipe, trace
         self._expire_at = time.monotonic() if expires else math.inf  # when to look for expired pages
-        self._prefetcher, self._rate_limiter = Prefetcher(medium, self._atoms, meter), SaveRateLimiter()
+        self._prefetcher, self._rate_limiter = Prefetcher(medium, self.fragments, meter), SaveRateLimiter()
         self._last = -1  # the number of the last transfer that was begun
         self._parity = parity
         of_page = read or medium.read
@@ -119,7 +119,7 @@ class PageTransfers:
             of_page(op.keys[page], into)
 
         reader = parity.read if isinstance(parity, ParityPages) else read_page
-        self.loader = KvLoader(medium, store, self._atoms, meter, self._opened, self._loaded, trace, reader)
+        self.loader = KvLoader(medium, store, self.fragments, meter, self._opened, self._loaded, trace, reader)
         self.saves: list[_PageTask] = []  # saves that are not collected
         self._ended: deque[_PageTask] = deque()  # saves that have ended, and are not collected
         self._queue: SimpleQueue[_PageTask | DeletePages | SetRetention | None] = SimpleQueue()
@@ -137,21 +137,11 @@ class PageTransfers:
         """Return keys of the pages of which storage has all that this worker can need, at most ``most``. These are the
         most recently used ones. Raises StorageError.
         """
-        return self._medium.keys(self._atoms.whole_page_fragments, most)
+        return self._medium.keys(self.fragments.whole_page_fragments, most)
 
     def listed_states(self, most: int) -> list[bytes]:
         """Return keys of the states of which storage has all that this worker can need. Raises StorageError."""
-        return self._medium.keys(self.state_fragments, most) if self.state_fragments else []
-
-    @property
-    def state_fragments(self) -> frozenset[PageFragment]:
-        """The fragments of states that lie here."""
-        return self._atoms.states.whole
-
-    @property
-    def whole_page_fragments(self) -> frozenset[PageFragment]:
-        """The fragments of a page that lies wholly here."""
-        return self._atoms.whole_page_fragments
+        return self._medium.keys(own, most) if (own := self.fragments.states.whole) else []
 
     def begin_plan(self, plan: StepPlan) -> None:
         """Apply ``plan`` to the store, and begin the transfers that it requests. A plan may come twice. Raises as
@@ -189,7 +179,7 @@ class PageTransfers:
         self._last = max([self._last, *(op.transfer_id for op in plan.ops if isinstance(op, LoadKv))])
         self.loader.add(plan)
         if isinstance(self._parity, ParityReplies):
-            self._parity.begin(plan, self.loader, self._atoms)
+            self._parity.begin(plan, self.loader, self.fragments)
 
     def _add(self, task: _PageTask, ready: Callable[[], None]) -> None:
         task.ready = ready
@@ -206,8 +196,10 @@ class PageTransfers:
 
     def _locate(self, op: SaveKv, number: int, location: KvLocation) -> PageBlocks | StateSlot | None:
         if op.is_of_states:
-            return self._atoms.states.locate(op.sequence, op.first, location)
-        return self._atoms.locate(op.sequence, op.first + number * PAGE, location, min(PAGE, op.count - number * PAGE))
+            return self.fragments.states.locate(op.sequence, op.first, location)
+        return self.fragments.locate(
+            op.sequence, op.first + number * PAGE, location, min(PAGE, op.count - number * PAGE)
+        )
 
     def _check(self, plan: StepPlan) -> None:
         begun = self.loader.sequences
@@ -262,7 +254,7 @@ class PageTransfers:
         """Copy states that are still to be saved, and whose sequence has just given up their slot."""
         for task in self.saves:
             at = task.at[0]
-            if not isinstance(at, StateSlot) or self._atoms.states.is_still_at(task.op.sequence, at):
+            if not isinstance(at, StateSlot) or self.fragments.states.is_still_at(task.op.sequence, at):
                 continue
             with self._lock:
                 if task.state_copy is not None:
@@ -273,9 +265,9 @@ class PageTransfers:
     def _copy_pages(self, task: _PageTask, gone: set[int]) -> None:
         for number in sorted(gone):
             at = task.at[number]
-            nbytes = self._atoms.nbytes(at) if at is not None else 0
+            nbytes = self.fragments.nbytes(at) if at is not None else 0
             if at is not None and self.copied + nbytes <= self._most_copied:
-                task.copies[number] = self._atoms.read(at, self._store.staging)
+                task.copies[number] = self.fragments.read(at, self._store.staging)
                 self.copied += nbytes
         task.left -= gone
 
@@ -411,12 +403,12 @@ class PageTransfers:
                 return None
             if number not in task.left:
                 if number in task.copies:
-                    self.copied -= self._atoms.nbytes(page_blocks)
+                    self.copied -= self.fragments.nbytes(page_blocks)
                 return task.copies.pop(number, None)
             task.left.discard(number)
             if not isinstance(page_blocks, StateSlot):
-                return self._atoms.read(page_blocks, staging)
-            task.state_copy = copy = StateCopy(self._atoms.states, page_blocks)
+                return self.fragments.read(page_blocks, staging)
+            task.state_copy = copy = StateCopy(self.fragments.states, page_blocks)
         copy.run()
         with self._lock:  # held by a thread that copies the rest
             task.state_copy = None
