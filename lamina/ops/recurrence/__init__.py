@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .spec import RecurrenceSpec
 
 # name -> module of this package with a function open_backend(device); imported when first used. The best comes first.
-BACKENDS: dict[str, str] = {"native": "native", "reference": "reference"}
+BACKENDS: dict[str, str] = {"native": "native", "cuda": "cuda", "reference": "reference"}
 
 
 class RecurrenceBackend(Protocol):
