@@ -234,15 +234,19 @@ def _prefill(
         info.block_size if slo_admission.conductor.stored_latency else 0,
         bound_stores=info.prefill_stores,
         caches_of=caches_of,
+        recomputes=bool(info.state_shards),
     )
 
 
 def _prompt_caches(
     config: EngineConfig, info: ComputeReady, prefixes: PrefixCache, stores: Several[BindReply]
 ) -> list[PromptCache]:
-    """The prompt caches of prefill workers; none if there is no room beyond one prompt, or no prefix caching."""
+    """The prompt caches of prefill workers; none if there is no room beyond one prompt, no prefix caching, or recurrent
+    states.
+    """
     caches = list[PromptCache]()
-    for worker, bound in enumerate(stores if prefixes.keys.page_size else []):
+    keeps = prefixes.keys.page_size and not info.state_shards
+    for worker, bound in enumerate(stores if keeps else []):
         room = prompt_cache_tokens(
             bound.windows, bound.num_blocks, info.block_size, info.max_model_len, config.batching
         )
@@ -272,9 +276,9 @@ def _transfer_latency(info: ComputeReady) -> TransferLatencyEstimator | None:
 def _stored_latency(config: EngineConfig, info: ComputeReady) -> StoredLatency | None:
     """The initial model of the time to get stored KV from memory workers.
 
-    None if prefill workers get none, such as of layers with windows.
+    None if prefill workers get none, such as of layers with windows, or without the states that belong to it.
     """
-    if not config.fetches_stored_kv or (first := _transfer_latency(info)) is None:
+    if not config.fetches_stored_kv or info.state_shards or (first := _transfer_latency(info)) is None:
         return None
     return StoredLatency(TransferLatencyEstimator(first.model), first)
 

@@ -27,7 +27,8 @@ A *round* is one step of every batch that has one. All workers process a round i
 and process rounds one after the other. So every worker knows which message comes next.
 
 A prefill worker's K and V use a channel of their own, once a plan has granted them. After JOIN it has transfers alone
-(workers.memory.kv_transfer): for each grant one with the layers in order, and an empty one back once all is stored.
+(workers.memory.kv_transfer): for each grant one with the layers in order, with states if the grant says so, and an
+empty one back once all is stored.
 They have no turn in the round; a memory worker receives them while it would otherwise wait.
 """
 
@@ -47,7 +48,7 @@ from lamina.config.partition import KvShards, Partition
 from .kv_placement import FIRST_LOCATION, KvLocation
 from .mixers import Exchange, MixerShape
 
-VERSION = 28
+VERSION = 29
 # Grants of a sequence that may await K and V at once. With a window, a third might free blocks that the first fills.
 GRANTS_AHEAD = 2
 MEMORY_WORKERS = -1  # in place of a prefill worker's number: all memory workers
@@ -178,6 +179,7 @@ class PrefillGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     step ``step``. Until they are stored, the sequence must have no rows and must not be freed or truncated.
 
     For that step the worker first fetches the ``num_fetched`` tokens before ``first``, which this one sends at once.
+    ``has_states``: the recurrent states after these tokens come, too.
     """
 
     sequence: int
@@ -187,6 +189,7 @@ class PrefillGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     step: int
     location: KvLocation = FIRST_LOCATION
     num_fetched: int = 0
+    has_states: bool = False
 
     @property
     def rows(self) -> RowRange:
@@ -315,8 +318,8 @@ class SelectBlocks(msgspec.Struct, frozen=True, array_like=True, tag="attend"):
 
 class StateRows(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     """The recurrent state of a sequence, with or without rows in this step. Versions of fewer than ``oldest`` tokens
-    are not needed any more, since the steps that wrote that version are done. ``snapshots`` stay, for later prompts.
-    The first ``prompt`` rows belong to the request's prompt.
+    are not needed any more, since the steps that wrote that version are done. ``snapshots`` stay, for later prompts;
+    a prefill worker sends them to memory workers. The first ``prompt`` rows belong to the request's prompt.
     """
 
     sequence: int

@@ -75,11 +75,13 @@ class PrefillDispatcher(Feature):
         *,
         bound_stores: Several[BindReply] = (),
         caches_of: Callable[[Several[BindReply]], Several[PromptCache]] | None = None,
+        recomputes: bool = False,
     ) -> None:
         """``first_batch``: the number of the first worker's batch; the others follow. ``stores``: their prompt caches;
         empty: they have none. ``ahead``: the limit of chunks in flight for each worker. ``stored_block``: the tokens of
         a block, if workers fetch whole blocks of stored KV from memory workers; 0: they fetch none. ``bound_stores``:
-        the workers' stores, for which ``caches_of`` makes prompt caches; None: they stay the same.
+        the workers' stores, for which ``caches_of`` makes prompt caches; None: they stay the same. ``recomputes``:
+        workers get no beginning of a prompt from anybody.
         """
         self.stored_block = stored_block
         self.workers = [_PrefillWorkerState(i) for i in range(num_workers)]
@@ -87,7 +89,7 @@ class PrefillDispatcher(Feature):
         self._lenders = dict[Sequence, _PrefixFetch]()  # fetches of prefixes
         # Sequences that workers fetch while they are loaded: when the load began, and its tokens.
         self.overlapped = dict[Sequence, tuple[float, int]]()
-        self._chunk = chunk
+        self._chunk, self._recomputes = chunk, recomputes
         self._first_batch, self._ahead = first_batch, ahead
         self.slo_admission = slo_admission or SloAdmission(num_workers)
         self._bound_stores, self._caches_of = bound_stores, caches_of
@@ -97,10 +99,12 @@ class PrefillDispatcher(Feature):
         """Return True if a prefill worker should compute a new sequence's prompt.
 
         ``known``: its tokens with KV on the memory workers. If the rest is at most one chunk, and others keep their
-        SLO, compute workers run it, so that no KV is moved.
+        SLO, compute workers run it, so that no KV is moved. If prefill workers would compute the known tokens again,
+        the rest may be as long as these.
         """
         rest = sequence.num_prefill_tokens - known
-        here = rest <= 1 or (known > 0 and rest <= self._chunk and self.slo_admission.keeps_slo(rest))
+        most = max(self._chunk, known) if self._recomputes else self._chunk
+        here = rest <= 1 or (known > 0 and rest <= most and self.slo_admission.keeps_slo(rest))
         return bool(self.workers) and not here
 
     def on_arrival(self, sequence: Sequence, *, is_new: bool = True) -> None:
@@ -323,13 +327,13 @@ class PrefillDispatcher(Feature):
             return None
         if len(worker.in_flight) >= self._ahead or not worker.prompts or worker.prompts[0] is not sequence:
             return None
-        count = min(self._chunk, sequence.num_prefill_tokens - sequence.num_computed_tokens)
+        stop = min(sequence.num_prefill_tokens, sequence.next_step_end)
         lent = self._lenders.get(sequence)
         begins = lent is not None and lent.source is None and lent.requested_s == math.inf
         return PrefillGrant(
             sequence.id,
             sequence.num_computed_tokens,
-            count,
+            min(self._chunk, stop - sequence.num_computed_tokens),
             worker.index,
             worker.next_step,
             sequence.location,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lamina.protocol.step_plan import SequenceOp, StateRows, SurvivingKv
+from msgspec import structs
+
+from lamina.protocol.step_plan import PrefillGrant, SequenceOp, StateRows, SurvivingKv
 
 from .feature import Feature, Leaving, Loss, PlanDraft, Scheduling
 from .kv_manager.hybrid_prefix_cache import HybridPrefixCache
@@ -40,12 +42,18 @@ class RecurrentStates(Feature):
         return ()
 
     def extend_plan(self, draft: PlanDraft) -> None:
-        """Add an op for each sequence with rows, and make room for the versions after these."""
+        """Add an op for each sequence with rows, and make room for the versions after these. States after a prefill
+        worker's chunk come with its grant, if the prompt ends there or a snapshot is due.
+        """
         ops = draft.batch.ops
+        for at, grant in enumerate(ops):
+            if isinstance(grant, PrefillGrant):
+                chunk = next(s for s in draft.side_steps if (s.side_worker, s.plan.step) == (grant.worker, grant.step))
+                ops[at] = structs.replace(grant, has_states=self._extend_chunk(chunk))
         for sequence, count in draft.picked.items():
             first = sequence.num_computed_tokens
             self._prefixes.on_scheduled(sequence, first + count)
-            prompt = min(max(len(sequence.prompt) - first, 0), count)
+            prompt = _prompt_rows(sequence, first, count)
             ops.append(self._rows_of(sequence.id, self._done.setdefault(sequence.id, first), prompt))
         if not draft.picked and not ops:
             return
@@ -54,6 +62,16 @@ class RecurrentStates(Feature):
                 ops += self._without_snapshots(draft)
                 break
         self._ledger.apply(draft.build())
+
+    def _extend_chunk(self, chunk: ScheduledStep) -> bool:
+        """Add the op about states to the plan of a prefill worker. Returns whether it sends them."""
+        (sequence,), (rows,) = chunk.sequences, chunk.plan.rows
+        stop = rows.first + rows.count
+        self._prefixes.on_scheduled(sequence, stop)
+        is_due = bool(chunk.sampled_sequences) or stop in self._prefixes.snapshots_of(sequence.id)
+        op = StateRows(sequence.id, rows.first, _prompt_rows(sequence, rows.first, rows.count), [stop] * is_due)
+        chunk.plan = structs.replace(chunk.plan, ops=[*chunk.plan.ops, op])
+        return is_due
 
     def _rows_of(self, number: int, oldest: int, prompt: int) -> StateRows:
         return StateRows(number, oldest, prompt, self._prefixes.snapshots_of(number))
@@ -66,8 +84,10 @@ class RecurrentStates(Feature):
             yield StateRows(number, oldest, prompts.get(number, 0))
 
     def on_step_done(self, step: ScheduledStep, done: Round | None = None) -> None:
-        """Note the versions that the next steps read."""
+        """Note the versions that the next steps read, and those that came from a prefill worker."""
         for row in step.plan.rows:
+            if step.side_worker is not None:
+                self._ledger.on_loaded(row.sequence, row.first + row.count)
             if row.sequence in self._done:
                 self._done[row.sequence] = row.first + row.count
 
@@ -86,3 +106,8 @@ class RecurrentStates(Feature):
         self._done.clear()
         self._is_rolled_back = True
         loss.distrusted |= {s.id for s in loss.sequences if s.num_computed_tokens >= len(s.tokens)}
+
+
+def _prompt_rows(sequence: Sequence, first: int, count: int) -> int:
+    """Return how many of ``count`` rows from position ``first`` on belong to the prompt."""
+    return min(max(len(sequence.prompt) - first, 0), count)

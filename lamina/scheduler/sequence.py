@@ -146,8 +146,12 @@ class Sequence:
         scores = self.kept.scores
         if scores is not None and scores.next_drop_length > self.num_computed_tokens:
             upto = min(upto, scores.next_drop_length)
-        upto = min(upto, next((n for n in self.step_ends if n > self.num_computed_tokens), upto))
-        return upto - self.num_computed_tokens
+        return min(upto, self.next_step_end) - self.num_computed_tokens
+
+    @property
+    def next_step_end(self) -> int:
+        """The number of tokens after which a step must end; its tokens, if that is nowhere before."""
+        return next((n for n in self.step_ends if n > self.num_computed_tokens), self.num_tokens_with_placeholders)
 
     def add_step_end(self, length: int) -> None:
         """Let a step end after ``length`` tokens."""

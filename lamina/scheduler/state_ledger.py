@@ -44,13 +44,13 @@ class StateLedger:
         return True
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply a plan that can be applied. Versions that it loads count once ``on_loaded`` is called."""
+        """Apply a plan that can be applied. Versions that come from elsewhere count once ``on_loaded`` is called."""
         for part in self._parts:
             part.begin(plan)
             part.commit(plan.rows)
 
     def on_loaded(self, sequence: int, tokens: int) -> None:
-        """Count a version that has been loaded."""
+        """Count a version that has come from storage or from a prefill worker."""
         for part in self._parts:
             part.commit([RowRange(sequence, tokens, 0)])
 

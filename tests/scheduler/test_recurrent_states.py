@@ -13,10 +13,12 @@ from lamina.config.partition import KvShards
 from lamina.protocol.blocks.block_tables import BlockTables
 from lamina.protocol.blocks.state_versions import ZEROS, StateVersions
 from lamina.protocol.kv_placement import KvLocation
-from lamina.protocol.step_plan import Fork, New, RowRange, StateRows, StepPlan, SurvivingKv
+from lamina.protocol.step_plan import Fork, New, PrefillGrant, RowRange, StateRows, StepPlan, SurvivingKv
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.scheduler.feature import NewMemory
+from lamina.scheduler.feature import Feature, NewMemory
 from lamina.scheduler.kv_manager.hybrid_prefix_cache import HybridPrefixCache
+from lamina.scheduler.prefill_dispatch import PrefillDispatcher
+from lamina.scheduler.prefill_placement import PrefillPlacement
 from lamina.scheduler.recurrent_states import RecurrentStates
 from lamina.scheduler.scheduler import Scheduler
 from lamina.scheduler.scheduler_output import ScheduledStep
@@ -28,11 +30,20 @@ SEQUENCES, PAGE, DRAWN = 4, 4, 7
 SYSTEM = [*range(100, 110)]
 
 
-def build(slots: int = 5 * SEQUENCES, *, page: int = PAGE, num_batches: int = 1, exact: bool = True) -> Scheduler:
+def build(
+    slots: int = 5 * SEQUENCES,
+    *,
+    page: int = PAGE,
+    num_batches: int = 1,
+    exact: bool = True,
+    prefill: PrefillDispatcher | None = None,
+) -> Scheduler:
     tables = BlockTables([0], [400], PAGE)
     ledger = StateLedger([KvShards(), KvShards(), None], slots)
     prefixes = HybridPrefixCache(ledger, tables, page, exact=exact, prompts_only=not exact)
-    features = [prefixes, RecurrentStates(prefixes)]
+    features: list[Feature] = [prefixes, RecurrentStates(prefixes)]
+    if prefill:
+        features = [prefill, *features, PrefillPlacement(prefill, prefixes)]
     return Scheduler(
         tables, max_num_seqs=SEQUENCES, prefill_chunk=8, num_batches=num_batches, features=features, aligned=not exact
     )
@@ -166,6 +177,57 @@ def test_where_answers_differ_from_prompts_a_preempted_one_shares_nothing_after_
     scheduler.waiting.append(first)
     serve(scheduler)
     assert first.num_cached_tokens == 2 * PAGE
+
+
+def chunks_of(steps: list[ScheduledStep]) -> list[tuple[int, int, list[int]]]:
+    """Return the first token and the number of tokens of each chunk, and the states that its worker sends."""
+    ops = [next(op for op in step.plan.ops if isinstance(op, StateRows)) for step in steps]
+    return [
+        (step.plan.rows[0].first, step.plan.rows[0].count, op.snapshots) for step, op in zip(steps, ops, strict=True)
+    ]
+
+
+def serve_chunks(scheduler: Scheduler) -> tuple[list[ScheduledStep], list[PrefillGrant]]:
+    """Run all steps, those of prefill workers too. Returns the latter, and their grants."""
+    chunks, grants = list[ScheduledStep](), list[PrefillGrant]()
+    while scheduler.running or scheduler.waiting:
+        steps = scheduler.schedule()
+        grants += [op for step in steps for op in step.plan.ops if isinstance(op, PrefillGrant)]
+        for step in (*scheduler.take_side_steps(), *steps):
+            chunks += [step] * (step.side_worker is not None)
+            finish(scheduler, step)
+    return chunks, grants
+
+
+def test_chunks_of_prefill_workers_bring_states_where_a_prompt_ends_and_where_another_leaves_it() -> None:
+    scheduler = build(prefill=PrefillDispatcher(1, 8, 1))
+    each = [ask(scheduler, n, [*SYSTEM, n, n, n]) for n in range(2)]
+    chunks, grants = serve_chunks(scheduler)
+    assert chunks_of(chunks) == [(0, 8, []), (8, 2, [10]), (10, 3, [13])]
+    assert [(g.first, g.has_states) for g in grants] == [(0, False), (8, True), (10, True)]
+    assert [op.prompt for step in chunks for op in step.plan.ops if isinstance(op, StateRows)] == [8, 2, 3]
+    assert [s.num_cached_tokens for s in each] == [0, 10], "compute workers have the rest of the second one"
+
+
+def test_without_prefix_caching_a_state_comes_where_a_prompt_ends() -> None:
+    scheduler = build(page=0, prefill=PrefillDispatcher(1, 8, 1))
+    ask(scheduler, 1, [*SYSTEM, 1])
+    assert chunks_of(serve_chunks(scheduler)[0]) == [(0, 8, []), (8, 3, [11])]
+
+
+def test_a_state_counts_once_it_has_come() -> None:
+    scheduler = build(prefill=PrefillDispatcher(1, 8, 1))
+    first = ask(scheduler, 0, SYSTEM)
+    (step,), chunks = scheduler.schedule(), scheduler.take_side_steps()
+    second = ask(scheduler, 1, [*SYSTEM, 1, 2, 3])
+    ledger = scheduler.features[HybridPrefixCache].states
+    finish(scheduler, step)
+    scheduler.schedule()
+    assert not ledger.has(first.id, len(SYSTEM))
+    assert second in scheduler.waiting, "the first one has planned to share its state"
+    for chunk in (*chunks, *scheduler.take_side_steps()):
+        finish(scheduler, chunk)
+    assert ledger.has(first.id, len(SYSTEM))
 
 
 def test_a_hit_needs_a_snapshot_and_not_pages_alone() -> None:

@@ -130,6 +130,11 @@ class RecurrenceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.heads * self.value_dim
 
     @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of a row of the output, as the model reads it."""
+        return (self.heads,) if self.kind == "convolution" else (self.heads, self.value_dim)
+
+    @property
     def static_shapes(self) -> dict[str, tuple[int, ...]]:
         """The operands that all tokens share, by name."""
         shapes: dict[str, tuple[int, ...]] = {"weight": (self.channels, self.width)}

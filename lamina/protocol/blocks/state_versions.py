@@ -14,7 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from lamina.protocol.step_plan import Fork, Free, LoadKv, New, RowRange, StateRows, StepPlan, SurvivingKv, Truncate
+from lamina.protocol.step_plan import (
+    Fork,
+    Free,
+    LoadKv,
+    New,
+    PrefillGrant,
+    RowRange,
+    StateRows,
+    StepPlan,
+    SurvivingKv,
+    Truncate,
+)
 
 from .extents import NoBlocksError, PlanError
 
@@ -72,9 +83,8 @@ class StateVersions:
     def begin(self, plan: StepPlan, *, is_replay: bool = False) -> list[Segment]:
         """Apply a plan that was checked. Returns the segments of its rows here."""
         self._set(self._after(plan, is_replay=is_replay))
-        for op in [] if is_replay else loads_of_states(plan):
-            if self._is_here(op.rows):
-                self._take_slot(op.rows)
+        for rows in [] if is_replay else filter(self._is_here, states_that_come(plan)):
+            self._take_slot(rows)
         prompts = {op.sequence: op.prompt for op in plan.ops if isinstance(op, StateRows)}
         segments, at = list[Segment](), 0
         for row in filter(self._is_here, plan.rows):
@@ -137,9 +147,11 @@ class StateVersions:
         """Return the slot of a complete version; None if it is not here."""
         return self._slots[sequence][tokens] if self.has(sequence, tokens) else None
 
-    def slot_to_fill(self, op: LoadKv) -> int | None:
-        """Return the slot that the load of an applied plan is to fill; None if other workers have these states."""
-        return self._slots[op.sequence][op.first] if self._is_here(op.rows) else None
+    def slot_to_fill(self, rows: RowRange) -> int | None:
+        """Return the slot for the version after ``rows``, which comes from elsewhere: one of ``states_that_come`` of an
+        applied plan. None if other workers have these states.
+        """
+        return self._slots[rows.sequence][rows.first + rows.count] if self._is_here(rows) else None
 
     def is_here(self, row: RowRange) -> bool:
         """Return whether the sequence of a row has its state on this worker."""
@@ -152,9 +164,9 @@ class StateVersions:
         """Return the slots of all sequences that a plan changes, new ones as UNWRITTEN. Raises PlanError."""
         after = dict[int, Slots]()
         for op in [] if is_replay else plan.ops:
-            if not isinstance(op, New | Free | Fork | Truncate | StateRows | LoadKv):
+            if not isinstance(op, New | Free | Fork | Truncate | StateRows | LoadKv | PrefillGrant):
                 continue
-            if isinstance(op, LoadKv) and not (op.is_of_states and self._is_here(op.rows)):
+            if isinstance(op, LoadKv | PrefillGrant) and not (_brings_states(op) and self._is_here(op.rows)):
                 continue
             own = after[op.sequence] if op.sequence in after else self._slots.get(op.sequence, {})
             if isinstance(op, New | Free):
@@ -163,10 +175,10 @@ class StateVersions:
                 after[op.sequence] = self._forked(op)
             elif isinstance(op, Truncate):
                 after[op.sequence] = {t: slot for t, slot in own.items() if t <= op.length}
-            elif isinstance(op, LoadKv):
-                if own.get(op.first) == UNWRITTEN:
-                    raise PlanError(f"sequence {op.sequence}: its state after {op.first} tokens is loaded twice")
-                after[op.sequence] = {**own, op.first: UNWRITTEN}
+            elif isinstance(op, LoadKv | PrefillGrant):
+                if own.get(end := op.rows.first + op.rows.count) == UNWRITTEN:
+                    raise PlanError(f"sequence {op.sequence}: its state after {end} tokens comes twice")
+                after[op.sequence] = {**own, end: UNWRITTEN}
             else:
                 kept = {*op.snapshots}
                 after[op.sequence] = {t: slot for t, slot in own.items() if t >= op.oldest or t in kept}
@@ -208,3 +220,12 @@ class StateVersions:
 def loads_of_states(plan: StepPlan) -> list[LoadKv]:
     """Return the ops of a plan that load states."""
     return [op for op in plan.ops if isinstance(op, LoadKv) and op.is_of_states]
+
+
+def states_that_come(plan: StepPlan) -> list[RowRange]:
+    """Return the rows of a plan's ops after which states come from storage, or from prefill workers."""
+    return [op.rows for op in plan.ops if isinstance(op, LoadKv | PrefillGrant) and _brings_states(op)]
+
+
+def _brings_states(op: LoadKv | PrefillGrant) -> bool:
+    return op.is_of_states if isinstance(op, LoadKv) else op.has_states

@@ -63,7 +63,7 @@ class HybridPrefixCache(PrefixCache):
         shared = super().lookup(sequence)[-1:]
         for key, length, _ in shared if shared and shared[0].length >= (hit.length if hit else 0) + self._page else ():
             held = (self._held[n].sequence for n in self.prefix_index.sequences(self._place, key))
-            coming = next((s for s in held if not s.finished and s.num_computed_tokens < length), None)
+            coming = next((s for s in held if not s.finished and self._is_coming(s, length)), None)
             if length > len(sequence.prompt) and (self._prompts_only or coming is None):
                 break  # it was preempted: its answer's tokens are in no index, and their states may differ
             (sequence if coming is None else coming).add_step_end(length)
@@ -72,6 +72,11 @@ class HybridPrefixCache(PrefixCache):
                 return
         if hit is not None:
             candidates.starts.append(hit)
+
+    def _is_coming(self, sequence: Sequence, length: int) -> bool:
+        """Return whether a running sequence is still to compute a snapshot, or a prefill worker has it."""
+        has_planned = sequence.transfer.lacks_kv and length in self.snapshots_of(sequence.id)
+        return has_planned or sequence.num_computed_tokens < length
 
     def on_started(self, candidates: Candidates, start: KvStart | None) -> tuple[SequenceOp, ...]:
         """Index an admitted sequence, with the snapshots that it shares with its source."""

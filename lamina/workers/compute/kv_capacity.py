@@ -55,13 +55,19 @@ def inbox_geometries(
 
 
 def prefill_inbox_geometries(
-    layers: Sequence[LayerShape], partition: Partition, itemsize: int, *, max_rows: int, stages: int = 1
+    layers: Sequence[LayerShape],
+    partition: Partition,
+    itemsize: int,
+    *,
+    max_rows: int,
+    stages: int = 1,
+    state_bytes: int = 0,
 ) -> tuple[Geometry, Geometry]:
     """Return the inboxes of a memory worker and of a prefill worker, for K and V of up to ``max_rows`` rows.
-    ``stages``: the number of prefill workers in its group.
+    ``stages``: the number of prefill workers in its group. ``state_bytes``: the largest state of a recurrent layer.
     """
     most = max_message_sizes(layers, partition, itemsize, max_rows=max_rows, stripes=1)
-    out_bytes = max(LEAST_SLOT_BYTES, most.kv)
+    out_bytes = max(LEAST_SLOT_BYTES, most.kv, state_bytes)
     inbound = Geometry(slots=STORED_SLOTS + stages - 1, slot_bytes=LEAST_SLOT_BYTES)
     return _inbox(KV_SLOTS, out_bytes, max_rows), inbound
 

@@ -18,7 +18,7 @@ from lamina.ops.collective import RankLocation
 from lamina.ops.collective.collective_choice import choose_and_open
 from lamina.ops.collective.mesh import connect_mesh, listener_terms
 from lamina.protocol.control import ComputeReady, Connect, Loaded
-from lamina.protocol.mixers import MixerShape, num_state_slots, versions_of_sequence
+from lamina.protocol.mixers import num_state_slots, versions_of_sequence
 from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest, ProtocolError
 from lamina.workers.cuda_graphs import GraphedProgram
 from lamina.workers.device_selection import CPU
@@ -26,7 +26,6 @@ from lamina.workers.device_transport import can_use_device_path
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import available_bytes
 from lamina.workers.mixer_messages import largest_messages, mixer_pieces, state_bytes
-from lamina.workers.mixer_shares import with_shares
 
 from .attention_client import AttentionClient, MemoryWorkerClient, RefusedError
 from .compute_worker import Attention, ComputeWorker
@@ -209,7 +208,7 @@ class ComputeServer(ModelServer):
         if ring and start.replica:
             ring.wait_for_previous()
         rows = {"max_rows": start.batching.max_rows, "max_len": cut.max_len, "num_batches": start.topology.max_batches}
-        mixers = self._mixers()
+        mixers = self.mixers_of(cut)
         most = largest_messages(mixers, partition.num_workers, start.batching.max_rows)
         outbound, inbound = inbox_geometries(cut.layers, partition, cut.dtype.itemsize, **rows, mixed=most)
         kernels = self._layer_path(kernels=True) is LayerPath.DEVICE
@@ -260,12 +259,6 @@ class ComputeServer(ModelServer):
             link.bind(parity_bind(self._bind(meeting, 0), bound.backend, bound.kv_bytes))
         return link
 
-    def _mixers(self) -> list[MixerShape]:
-        """Return the recurrent layers with their shares."""
-        topology, cut = self.start.topology, self._cut
-        weights = topology.of_rank(topology.normalized_weights, self.start.rank)
-        return [with_shares(mixer, topology.partition, cut.partition, weights) for mixer in cut.recurrent.shapes]
-
     def _layer_path(self, *, kernels: bool) -> LayerPath:
         topology = self.start.topology
         kernels = kernels and not topology.kv_parity and not self._cut.recurrent.shapes
@@ -297,7 +290,7 @@ class ComputeServer(ModelServer):
         start, cut = self.start, self._cut
         pool = start.topology.pool_bytes(start.devices.kv_bytes())
         asked = meeting.kv_bytes[worker] if meeting.kv_bytes else pool
-        prefill_workers, mixers = start.topology.prefill_workers, self._mixers()
+        prefill_workers, mixers = start.topology.prefill_workers, self.mixers_of(cut)
         batches = start.topology.max_batches
         cached = start.batching.enable_prefix_caching is not False
         slots = num_state_slots(start.batching.max_num_seqs, batches, caches_prefixes=cached)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,13 +26,13 @@ def send_operands(link: MemoryWorkerClient, mixers: Sequence[MixerShape], operan
     """
     for number, (piece, tensors) in enumerate(zip(mixer_pieces(mixers, link.worker), operands, strict=True)):
         if piece is not None:
-            names = piece.part.whole.static_shapes
-            own = piece.part.take_static(dict(zip(names, tensors, strict=True)))
-            key = MessageKey(MessageKind.OPERANDS, layer=number)
-            link.put(key, piece.operands[-1].stop, lambda data, own=own, piece=piece: _fill(piece, own, data))  # type: ignore[misc]
+            key, fill = MessageKey(MessageKind.OPERANDS, layer=number), partial(fill_operands, piece, tensors)
+            link.put(key, piece.operands[-1].stop, fill)
 
 
-def _fill(piece: MixerPiece, own: dict[str, Tensor], data: memoryview) -> None:
+def fill_operands(piece: MixerPiece, operands: Sequence[Tensor], data: memoryview) -> None:
+    """Write the part of a piece of a layer's ``operands``, which have all heads, to a message OPERANDS."""
+    own = piece.part.take_static(dict(zip(piece.part.whole.static_shapes, operands, strict=True)))
     for span, tensor in zip(piece.operands, own.values(), strict=True):
         span.of(data).copy_(tensor)
 
@@ -139,8 +140,7 @@ class HybridClient:
             if piece is not None and rows.size:
                 self._receive(link, piece, rows, number, out)
         self._wait_s += time.perf_counter() - start
-        shape = (whole.heads,) if whole.kind == "convolution" else (whole.heads, whole.value_dim)
-        return self._staging.to_device(out.view(num_rows, *shape))
+        return self._staging.to_device(out.view(num_rows, *whole.output_shape))
 
     def _receive(self, link: MemoryWorkerClient, piece: MixerPiece, rows: _Rows, number: int, out: Tensor) -> None:
         place, ((first, size),) = piece.output(rows.size), piece.part.columns("out")

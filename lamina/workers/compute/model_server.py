@@ -47,7 +47,7 @@ from lamina.protocol.control import (
     TraceRequest,
     split_step_done,
 )
-from lamina.protocol.mixers import NO_RECURRENT_LAYERS, RecurrentLayers
+from lamina.protocol.mixers import NO_RECURRENT_LAYERS, MixerShape, RecurrentLayers
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers
 from lamina.protocol.step_plan import BindReply, LayerShape, ProtocolError
 from lamina.utils.emulated_device import sends_early_q
@@ -55,6 +55,7 @@ from lamina.workers.control_loop import ControlLoop
 from lamina.workers.device_selection import CPU, gpu_index, linear_backend, pick_device
 from lamina.workers.epoch_channels import EpochFabric
 from lamina.workers.memory.kv_store import available_bytes
+from lamina.workers.mixer_shares import with_shares
 from lamina.workers.runtime import RUNTIME, Runtime
 from lamina.workers.staging import Staging, open_staging
 from lamina.workers.startup_times import StartupTimes
@@ -261,6 +262,12 @@ class ModelServer:
         topology = self.start.topology
         weights = topology.of_rank(topology.normalized_weights, self.start.rank)
         return partition_of(topology.partition, layers, weights, max_len)
+
+    def mixers_of(self, cut: CutModel) -> list[MixerShape]:
+        """Return the recurrent layers of a cut model, with the shares of memory workers."""
+        topology = self.start.topology
+        weights = topology.of_rank(topology.normalized_weights, self.start.rank)
+        return [with_shares(mixer, topology.partition, cut.partition, weights) for mixer in cut.recurrent.shapes]
 
     def compile(self, cut: CutModel, group: Collective | None = None) -> Any:
         """Return the program after all compile passes. ``group``: connects the ranks of a replica, if there are

@@ -1,8 +1,8 @@
 """Checksums of recurrent states, by which a state that is damaged in memory is noticed before a step continues it.
 
-A version gets a checksum at the end of the step that wrote it. If storage or another memory worker filled it, that is
-the step that read it first. Every version is checked before it is read: the next one would be wrong, too, and its
-checksum right.
+A version gets a checksum at the end of the step that wrote it. If storage or another worker filled it, that is the step
+that read it first. Every version is checked before it is read: the next one would be wrong, too, and its checksum
+right.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lamina.netstack.checksum import checksum
-from lamina.protocol.blocks.state_versions import loads_of_states
+from lamina.protocol.blocks.state_versions import states_that_come
 from lamina.protocol.step_plan import StepPlan, SurvivingKv
 from lamina.workers.worker_process import CorruptedMemoryError
 
@@ -29,8 +29,8 @@ class StateChecksums:
 
     def before_writes(self, plan: StepPlan, *, is_replay: bool = False) -> None:
         """Discard the checksums of slots that an applied plan is about to fill."""
-        loads = [] if is_replay else loads_of_states(plan)
-        filled = [self._states.versions.slot_to_fill(op) for op in loads]
+        coming = [] if is_replay else states_that_come(plan)
+        filled = [self._states.versions.slot_to_fill(rows) for rows in coming]
         for slot in (*filled, *self._states.slots_written(plan)):
             if slot is not None:
                 self.sums.pop(slot, None)

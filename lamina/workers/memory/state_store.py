@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from lamina.ops import recurrence
 from lamina.ops.recurrence.segments import Segments
 from lamina.ops.recurrence.spec import RecurrenceSpec
 from lamina.protocol.blocks.state_versions import ZEROS, StateVersions
-from lamina.protocol.step_plan import BindRequest, ProtocolError, StepPlan
+from lamina.protocol.step_plan import BindRequest, ProtocolError, RowRange, StepPlan
+from lamina.utils.tensor_buffers import tensor_over
 from lamina.workers.mixer_messages import DTYPES, MixerPiece, mixer_pieces, state_bytes
 
 
@@ -87,13 +88,29 @@ class StateStore:
 
     def update(self, plan: StepPlan, number: int, data: memoryview) -> Tensor:
         """Compute the rows of one layer by the inputs in a message. Returns [rows, columns]."""
+        piece = self.pieces[number]
+        assert piece is not None
+        return self.compute(plan, number, [span.of(data) for span in piece.inputs(self.num_rows(plan))])
+
+    def compute(self, plan: StepPlan, number: int, inputs: Iterable[Tensor]) -> Tensor:
+        """Compute the rows of one layer by its inputs [rows, columns]. Returns [rows, columns]."""
         piece, states = self.pieces[number], self._states[number]
         assert piece is not None
         assert states is not None
+        given = dict(zip(piece.spec.input_columns, inputs, strict=True))
         segments = self._begun[plan.batch, plan.step]
-        inputs = zip(piece.spec.input_columns, piece.inputs(segments.rows_end), strict=True)
-        given = {name: span.of(data) for name, span in inputs}
         return self._backend.update(piece.spec, self._operands[number], given, segments, states)
+
+    def bytes_of_state(self, number: int, rows: RowRange) -> int:
+        """Return the bytes of what this worker has of the state of the sequence of ``rows`` in one layer."""
+        piece = self.pieces[number]
+        return piece.spec.state_bytes if piece is not None and self.versions.is_here(rows) else 0
+
+    def put_state(self, number: int, rows: RowRange, data: memoryview) -> None:
+        """Write the state of one layer after ``rows``, which a plan lets come from elsewhere."""
+        slot = self.versions.slot_to_fill(rows)
+        assert slot is not None
+        self.states_of(number)[2][slot] = tensor_over(data, torch.float32)
 
 
 def state_shards(bind: BindRequest) -> KvShards | None:

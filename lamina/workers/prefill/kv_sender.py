@@ -1,4 +1,6 @@
-"""K and V that a prefill worker sends to one memory worker: each step is a transfer, which the other end confirms."""
+"""K, V and recurrent states that a prefill worker sends to one memory worker: each step is a transfer, which the other
+end confirms.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ HOST = HostStaging(CPU)  # K and V are in host memory when they are sent
 
 
 class KvSender(MemoryWorkerClient):
-    """A MemoryWorkerClient whose messages of K and V are the parts of transfers. One thread uses it."""
+    """A MemoryWorkerClient whose messages of K, V and states are the parts of transfers. One thread uses it."""
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class KvSender(MemoryWorkerClient):
 
     def put(self, key: MessageKey, nbytes: int, fill: Callable[[memoryview], object]) -> None:
         """Send a message of ``nbytes``, which ``fill`` writes into the peer's inbox."""
-        if key.kind != MessageKind.KV:
+        if key.kind not in (MessageKind.KV, MessageKind.MIXED):
             super().put(key, nbytes, fill)
             return
         self._step, self._part = key.step, self._part + 1 if key.step == self._step else 0

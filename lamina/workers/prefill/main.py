@@ -18,6 +18,7 @@ from lamina.ops import attention
 from lamina.ops.attention import name_of
 from lamina.protocol.capacity import layers_of_rank, partition_of
 from lamina.protocol.control import ComputeReady, Connect, Loaded
+from lamina.protocol.mixers import MixerShape
 from lamina.protocol.prefill_stages import stage_layers
 from lamina.protocol.prefix_fetch import ConnectPrefillPeers, stored_prefix_reader
 from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest, LayerShape
@@ -29,12 +30,17 @@ from lamina.workers.compute.model_server import CutModel, ModelServer, serve
 from lamina.workers.device_selection import CPU
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
 from lamina.workers.memory.kv_store import KvStore, available_bytes
+from lamina.workers.mixer_messages import mixer_pieces, state_bytes
+from lamina.workers.mixer_shares import with_shares
 
 from .kv_sender import KvSender
+from .local_mixers import LocalMixers
 from .prefill_worker import LocalAttention, PrefillWorker
 from .prefix_fetch import PrefixFetch, PrefixSource, cached_prefixes, prefix_listener_terms
 from .stage_worker import StagePipeline, StageProgram, connect_stages, drop_model, stage_listener_terms, stage_program
 from .stored_prefixes import stored_prefixes
+
+STATE_VERSIONS = 3  # of recurrent states here: before a chunk and after it, and one more while prompts change
 
 
 def serve_prefill(sock: socket.socket, module: Any = None) -> None:
@@ -95,9 +101,10 @@ class PrefillServer(ModelServer):
         )
         if self._worker_in_epoch is not None:
             self._worker_in_epoch.connect(links, pool, meeting.epoch, meeting.surviving)
+            self._connect_mixers(self._attention, links)
             return self._worker_in_epoch, self._ready(bounds, meeting.epoch)
         self._store = self._open_store(cut, bounds[0].backend)
-        own = self._attention = LocalAttention(self._store, pool, self.trace, self._own_slices.start)
+        own = self._attention = self._open_attention(pool, links)
         self.clock.lap("bind_s")
         worker = ComputeWorker(
             self._program,
@@ -112,6 +119,18 @@ class PrefillServer(ModelServer):
             worker, own, links, start.deadlines.step_timeout_s, self.runtime.clock, self.trace, meeting.epoch
         )
         return self._worker_in_epoch, self._ready(bounds, meeting.epoch)
+
+    def _open_attention(self, pool: AttentionClient, links: list[KvSender]) -> LocalAttention:
+        cut = self._cut
+        if not cut.recurrent.shapes:
+            return LocalAttention(self._store, pool, self.trace, self._own_slices.start)
+        attention = LocalMixers(self._store, pool, self.trace, cut.recurrent)
+        self._connect_mixers(attention, links)
+        return attention
+
+    def _connect_mixers(self, attention: LocalAttention, links: list[KvSender]) -> None:
+        if isinstance(attention, LocalMixers):
+            attention.set_links(links, self.mixers_of(self._cut))
 
     def connect_prefill_peers(self, order: ConnectPrefillPeers, fabric: EpochFabric) -> None:
         deadlines, cut = self.start.deadlines, self._cut
@@ -141,12 +160,14 @@ class PrefillServer(ModelServer):
 
     def _join(self, meeting: Connect, fabric: EpochFabric) -> tuple[list[KvSender], list[BindReply]]:
         start, cut, links, bounds = self.start, self._cut, list[KvSender](), list[BindReply]()
+        states = [piece.spec.state_bytes for piece in mixer_pieces(_whole_mixers(cut), 0) if piece is not None]
         outbound, inbound = prefill_inbox_geometries(
             cut.layers,
             cut.partition,
             cut.dtype.itemsize,
             max_rows=start.batching.max_rows,
             stages=start.topology.prefill_pipeline,
+            state_bytes=max(states, default=0),
         )
         terms = Terms(outbound=outbound, inbound=inbound, name=start.name)
         ranks, workers = start.memory_ranks, cut.partition.num_workers
@@ -164,14 +185,23 @@ class PrefillServer(ModelServer):
         return links, bounds[:workers]
 
     def _open_store(self, cut: CutModel, backend: str) -> KvStore:
-        """Open a store for all heads of one prompt or more. Raises ValueError if the memory does not suffice."""
+        """Open a store for all heads of one prompt or more. Raises ValueError if the memory does not suffice, or a GPU
+        would have to compute recurrent layers.
+        """
         start, device, layers = (
             self.start,
             self.staging.device,
             cut.layers[self._own_slices.start : self._own_slices.stop],
         )
         free, asked = available_bytes(device), start.devices.prefill_kv_bytes()
-        needed = store_bytes(layers, stored_dtype(start.kv.kv_cache_dtype, cut.dtype), cut.max_len, start.kv.block_size)
+        if cut.recurrent.shapes and device.type != "cpu":
+            raise ValueError(
+                f"prefill workers compute recurrent layers on CPUs, not on {device}: leave out --prefill-workers"
+            )
+        mixers, partition = _whole_mixers(cut), by_head([s.kv_heads for s in layers], [1.0], 0)
+        needed = STATE_VERSIONS * state_bytes(mixer_pieces(mixers, 0)) + store_bytes(
+            layers, stored_dtype(start.kv.kv_cache_dtype, cut.dtype), cut.max_len, start.kv.block_size
+        )
         if asked and not needed <= asked <= free:
             raise ValueError(
                 f"--prefill-kv-memory {start.devices.prefill_kv_memory}: a prompt of up to {cut.max_len} tokens takes "
@@ -180,19 +210,24 @@ class PrefillServer(ModelServer):
             )
         if needed > free:
             raise ValueError(
-                f"a prefill worker takes {size_flag(needed, least=True)} for K and V of a prompt of up to "
+                f"a prefill worker takes {size_flag(needed, least=True)} for a prompt of up to "
                 f"{cut.max_len} tokens, {size_flag(free)} are free: lower --max-model-len or --prefill-workers"
             )
         own, dense = self._backend(backend, device, cut), structs.asdict(SparsityOptions())
         bind = BindRequest(
             worker=0,
-            partition=by_head([s.kv_heads for s in layers], [1.0], 0),
+            partition=partition,
             layers=layers,
             dtype=str(cut.dtype).removeprefix("torch."),
             kv=structs.replace(start.kv, attention=own, **dense),  # memory workers alone drop blocks
-            kv_bytes=asked or prompt_cache_bytes(needed, free, start.topology.prefill_workers),
+            kv_bytes=asked or (needed if mixers else prompt_cache_bytes(needed, free, start.topology.prefill_workers)),
             max_rows=start.batching.max_rows,
             max_model_len=cut.max_len,
+            mixers=mixers,
+            exchanges=[*cut.recurrent.exchanges],
+            state_slots=STATE_VERSIONS if mixers else 0,
+            state_versions=STATE_VERSIONS,
+            num_sequences=1,
         )
         return KvStore(bind, device)
 
@@ -204,6 +239,11 @@ class PrefillServer(ModelServer):
             return name_of(attention.get_equivalent(name, device, cut.dtype, "auto"))
         except ValueError as e:
             raise ValueError(f"{self.role}: {e}") from e
+
+
+def _whole_mixers(cut: CutModel) -> list[MixerShape]:
+    """Return the recurrent layers of a cut model, as one worker with all heads has them."""
+    return [with_shares(mixer, "head", cut.partition, [1.0]) for mixer in cut.recurrent.shapes]
 
 
 def _url(listener: EpochListener | None) -> str:

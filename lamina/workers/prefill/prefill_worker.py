@@ -55,7 +55,7 @@ class LocalAttention:
         self.fetch_s = 0.0  # waits for beginnings of prompts from other workers, after their steps began
         self.fetched_bytes = 0
         self._in_slices_s = 0.0  # seconds of fetching and attending
-        self._past_s = 0.0  # sending, in older epochs
+        self._past_s = 0.0  # sending, in older epochs and by others than the client
 
     def connect(self, pool: Attention, keep: Sequence[SurvivingKv] | None = None) -> None:
         """Send K and V by ``pool`` from now on. ``keep``: the KV of the store to keep; None for all."""

@@ -8,13 +8,14 @@ import pytest
 
 from lamina.config.partition import KvShards
 from lamina.protocol.blocks.extents import NoBlocksError, PlanError
-from lamina.protocol.blocks.state_versions import ZEROS, StateVersions
+from lamina.protocol.blocks.state_versions import ZEROS, StateVersions, states_that_come
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.step_plan import (
     Fork,
     Free,
     LoadKv,
     New,
+    PrefillGrant,
     RowRange,
     SequenceOp,
     StateRows,
@@ -169,7 +170,7 @@ def test_a_loaded_version_takes_a_slot_and_is_whole_once_it_is_there() -> None:
     load = LoadKv(7, 1, 5, 0, [b"k" * 32])
     apply(versions, plan(0, ops=(New(7), load)))
     assert (versions.num_free, versions.has(7, 5)) == (1, False)
-    slot = versions.slot_to_fill(load)
+    slot = versions.slot_to_fill(load.rows)
     versions.commit([load.rows])
     assert versions.slot_of(7, 5) == slot
     assert [read for read, _ in apply(versions, plan(1, RowRange(7, 5, 1)))] == [slot]
@@ -177,7 +178,7 @@ def test_a_loaded_version_takes_a_slot_and_is_whole_once_it_is_there() -> None:
         versions.check(plan(2, ops=(New(8), LoadKv(8, 2, 5, 0, [b"l" * 32]))))
     elsewhere = LoadKv(9, 3, 5, 0, [b"m" * 32], KvLocation(1))
     apply(versions, plan(2, ops=(New(9), elsewhere)))
-    assert versions.slot_to_fill(elsewhere) is None
+    assert versions.slot_to_fill(elsewhere.rows) is None
 
 
 def test_a_sequence_that_is_computed_from_its_beginning_loses_what_was_loaded() -> None:
@@ -193,8 +194,24 @@ def test_a_sequence_that_is_computed_from_its_beginning_loses_what_was_loaded() 
 
 def test_a_version_that_a_plan_loads_twice_is_refused_and_takes_no_slot() -> None:
     versions, twice = StateVersions(4, lambda row: True), [LoadKv(7, n, 5, 0, [b"k" * 32]) for n in range(2)]
-    with pytest.raises(PlanError, match="sequence 7: its state after 5 tokens is loaded twice"):
+    with pytest.raises(PlanError, match="sequence 7: its state after 5 tokens comes twice"):
         versions.check(plan(0, ops=(New(7), *twice)))
     apply(versions, plan(0, ops=(New(7), twice[0], LoadKv(7, 2, 9, 0, [b"l" * 32]))))
     apply(versions, plan(1, ops=(Free(7),)))
     assert versions.num_free == 4
+
+
+def test_a_granted_version_takes_a_slot_and_is_whole_once_it_has_come() -> None:
+    versions, here = StateVersions(3, lambda row: row.location.kv_shard == 0), KvLocation(0)
+    first, last = PrefillGrant(7, 0, 8, 0, 0, here), PrefillGrant(7, 8, 4, 0, 1, here, has_states=True)
+    granted = plan(0, ops=(New(7), first, last, PrefillGrant(8, 0, 4, 0, 2, KvLocation(1), has_states=True)))
+    assert states_that_come(granted) == [last.rows, RowRange(8, 0, 4, KvLocation(1))]
+    apply(versions, granted)
+    assert (versions.num_free, versions.has(7, 12)) == (2, False)
+    slot = versions.slot_to_fill(last.rows)
+    versions.check(plan(0, ops=granted.ops), is_replay=True)
+    versions.commit([last.rows])
+    assert versions.report() == {7: [12]}
+    assert [read for read, _ in apply(versions, plan(1, RowRange(7, 12, 1, here)))] == [slot]
+    with pytest.raises(PlanError, match="sequence 9: rows from position 4 on, and its state is here after no tokens"):
+        versions.check(plan(2, RowRange(9, 4, 1, here), ops=(New(9), PrefillGrant(9, 0, 4, 0, 3, here))))

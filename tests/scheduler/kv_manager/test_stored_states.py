@@ -158,7 +158,7 @@ class House:
     def load(self, plan: StepPlan) -> None:
         by_sequence = {s.id: s for s in self.scheduler.running}
         for op in loads_of_states(plan):
-            slot, sequence = self.versions.slot_to_fill(op), by_sequence[op.sequence]
+            slot, sequence = self.versions.slot_to_fill(op.rows), by_sequence[op.sequence]
             right = self.taken_in(sequence, sequence.tokens[: op.first])
             assert slot is not None
             (key,) = op.keys

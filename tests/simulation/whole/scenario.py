@@ -136,6 +136,13 @@ def hybrid_fleet(seed: int) -> FleetScenario:
     return replace(of, options=options, windows=(0,), asks=asks, hits=hits, deaths=deaths, is_hybrid=True)
 
 
+def prefilled_hybrid_fleet(seed: int) -> FleetScenario:
+    """The ``hybrid_fleet`` of ``seed`` with prefill workers, which die too."""
+    of, rng = hybrid_fleet(seed), random.Random(f"prefilled {seed}")
+    options = {**of.options, "prefill_workers": rng.choice((1, 1, 2))}
+    return replace(of, options=options, hits=_hits(rng, _places(options)))
+
+
 def moving_fleet(seed: int) -> FleetScenario:
     """The scenario of ``seed``, with what both others lack. Sequences leave memory workers one by one, stripes on loan
     go home, several stages compute prompts, and there are spares. Memory workers also have other work.

@@ -1,7 +1,8 @@
-"""K and V from prefill workers, which a memory worker stores while decoding leaves it idle.
+"""K, V and recurrent states from prefill workers, which a memory worker stores while decoding leaves it idle.
 
-A plan's grant says what will arrive: K and V of some tokens of a sequence, a transfer with one part for each layer. It
-comes from a prefill worker, or one from each stage of a group. Until the memory worker stores them, messages lie in the
+A plan's grant says what will arrive: K and V of some tokens of a sequence, a transfer with one part for each layer, and
+the states after the last of them, if later rows or prompts continue there. It comes from a prefill worker, or one from
+each stage of a group. Until the memory worker stores them, messages lie in the
 slots of the prefill worker's channel, which stops when these are full. So prompts never delay decoding. They are never
 stopped by it either: before a layer, one message is stored if none was for MAX_WAIT_S. A grant may let this worker send
 stored tokens first (prefix_send.py).
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from lamina.netstack import Channel
 from lamina.observe.trace import NULL_RECORDER, Event, Recorder
 from lamina.protocol.blocks.block_tables import PlanError
+from lamina.protocol.mixers import Exchange
 from lamina.protocol.prefill_stages import max_grants_in_flight, stage_layers
 from lamina.protocol.step_plan import (
     ContextShift,
@@ -37,6 +39,7 @@ from lamina.workers.device_selection import CPU
 from lamina.workers.memory.attention_step import KvWrites, row_layouts
 from lamina.workers.memory.kv_store import KvStore
 from lamina.workers.memory.offload.kv_load import KvLoader
+from lamina.workers.memory.state_store import StateStore
 from lamina.workers.memory.worker_counters import Counters
 from lamina.workers.staging import HostStaging, Staging
 
@@ -114,6 +117,8 @@ class PrefillReceiver:
             if isinstance(op, PrefillGrant):
                 if not 0 <= op.worker < (groups := len(self._open)):
                     raise ProtocolError(f"step {plan.step} grants to prefill worker {op.worker} of {groups}")
+                if op.has_states and self._store.states is None:
+                    raise ProtocolError(f"step {plan.step} grants states of a model without recurrent layers")
                 waiting.append(op.sequence)
                 if waiting.count(op.sequence) > self._ahead and self._is_new(op):
                     raise PlanError(
@@ -149,9 +154,13 @@ class PrefillReceiver:
 
     def _parts(self, grant: PrefillGrant, writes: KvWrites, worker: int) -> Iterator[TransferPart]:
         """Yield the parts of a grant that ``worker`` sends: a layer each, if this memory worker keeps some of it."""
-        for layer in self._layers_of(worker):
-            if nbytes := writes.messages(layer).kv_bytes:
+        states = self._store.states if grant.has_states else None
+        exchanges = self._store.bind_request.exchanges or [Exchange(layer) for layer in self._layers_of(worker)]
+        for layer, mixer in ((each.layer, each.mixer) for each in exchanges):
+            if layer >= 0 and (nbytes := writes.messages(layer).kv_bytes):
                 yield TransferPart(nbytes, partial(self._write, grant, writes, worker, layer), layer)
+            if states and mixer >= 0 and (nbytes := states.bytes_of_state(mixer, grant.rows)):
+                yield TransferPart(nbytes, partial(self._write_state, grant, states, worker, mixer), mixer)
 
     def _layers_of(self, worker: int) -> range:
         return stage_layers(len(self._store.layers), self._stages, worker % self._stages)
@@ -165,6 +174,16 @@ class PrefillReceiver:
         self._meter.add("bytes_received", data.nbytes)
         key = MessageKey(MessageKind.KV, grant.step, epoch=self._view, layer=layer)
         self._trace.add(Event.GRANT, start, key, layer, worker, data.nbytes)
+
+    def _write_state(
+        self, grant: PrefillGrant, states: StateStore, worker: int, mixer: int, data: memoryview, staging: Staging
+    ) -> None:
+        start = self._trace.now()
+        with self._meter.time("grant_s"):
+            states.put_state(mixer, grant.rows, data)
+        self._meter.add("bytes_received", data.nbytes)
+        key = MessageKey(MessageKind.MIXED, grant.step, epoch=self._view, layer=mixer)
+        self._trace.add(Event.GRANT, start, key, mixer, worker, data.nbytes)
 
     def _is_new(self, grant: PrefillGrant) -> bool:
         """Return whether a grant is new: a plan that is sent again has old ones."""
@@ -196,6 +215,8 @@ class PrefillReceiver:
             if self._loads is not None:
                 self._loads.settle(op.sequence)  # tokens before these, which the prefill worker has fetched
             self._store.committed.commit([op.rows])
+            if op.has_states and self._store.states:
+                self._store.states.versions.commit([op.rows])
             last.send_part(op.step, 0, NOTHING, self._staging)
 
 

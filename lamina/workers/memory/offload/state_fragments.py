@@ -72,7 +72,7 @@ class StateFragments:
 
     def slot_to_fill(self, op: LoadKv) -> StateSlot:
         """Return the slot that a load of an applied plan is to fill."""
-        return StateSlot(None if self._store is None else self._store.versions.slot_to_fill(op), op.first)
+        return StateSlot(None if self._store is None else self._store.versions.slot_to_fill(op.rows), op.first)
 
     def is_still_at(self, sequence: int, at: StateSlot) -> bool:
         """Return whether a sequence still has its version at a slot."""
