@@ -15,6 +15,7 @@ the tokens before it (where it is greedy).
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import threading
 import time
@@ -26,10 +27,13 @@ from typing import Any, Protocol
 import torch
 from common import GREEDY, add_sampling, cpu_pressure, parser_of, record, sampling_of, spread
 from peers.decode import PEERS, DecodePeer
-from reference_model import made
+from reference_model import FAMILIES, made
 
 from lamina import LLM, SamplingParams
+from lamina.ops.recurrence.native import NativeRecurrence
+from lamina.ops.recurrence.spec import RecurrenceSpec
 from lamina.request import RequestOutput
+from lamina.workers.memory.memory_bandwidth import measure_read_bandwidth
 
 TURN_STEPS = 8
 REST_S = 0.01  # before a turn, while idle threads of the one before go on spinning for work
@@ -157,7 +161,8 @@ def main() -> None:
     parser.add_argument("--memory-workers", type=int, default=1)
     parser.add_argument("--attention", default="auto", help="backend of the memory workers")
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--family", default="llama", help="of the model: " + ", ".join(FAMILIES))
+    parser.add_argument("--layers", type=int, default=16, help="of a llama")
     add_sampling(parser)
     parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
     parser.add_argument(
@@ -175,7 +180,8 @@ def main() -> None:
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
     settings = {k: v for k, v in vars(args).items() if k not in ("peer_folder", "write")}
-    with made(args.dtype, {"num_hidden_layers": args.layers}) as path:
+    shape = {"num_hidden_layers": args.layers} if args.family == "llama" else {}
+    with made(args.dtype, shape, family=args.family) as path:
         print(record("bench_decode", settings, measure(path, args, sampling), write=args.write))
 
 
@@ -210,7 +216,10 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
     if not args.temperature:
         del makers["lamina greedy"]  # all are
     config = model.config
-    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    attention_layers = sum("attention" in kind and "linear" not in kind for kind in config.layer_types or ())
+    attention_layers = attention_layers or config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_bytes = 2 * attention_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
     settings = {
         "model": str(path),
         "dtype": args.dtype,
@@ -237,6 +246,8 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
                     raise
                 missing[name] = str(e)
         figures = run_rounds(players, args.tokens // TURN_STEPS, args.batch)
+        subject: Any = players[SUBJECT]
+        figures["floor"] = floor_of(model, subject.llm, args, kv_bytes * args.batch * args.prompt)
         greedy = {name: player for name, player in players.items() if not args.temperature or name == "lamina greedy"}
         notes = {name: player.note() for name, player in players.items() if isinstance(player, DecodePeer)}
         return {**figures, "missing_peers": missing, "notes": notes, "quality": _quality(path, prompts, greedy)}
@@ -245,10 +256,34 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
             player.close()
 
 
+def floor_of(model: Any, llm: LLM, args: argparse.Namespace, kv_bytes: int) -> dict[str, float]:
+    """Return the bytes that a step reads at least, and the seconds for that at this machine's rates: weights and KV are
+    read, recurrent states copied.
+    """
+    bind = llm.engine.worker_info.bind
+    states = args.batch * sum(RecurrenceSpec.decode(mixer.spec).state_bytes for mixer in bind.mixers) if bind else 0
+    weights = sum(p.numel() * p.dtype.itemsize for p in model.parameters())
+    weights -= model.get_input_embeddings().weight.nbytes
+    read, half = measure_read_bandwidth(torch.device("cpu")), 1 << 26
+    engine, room = NativeRecurrence(args.threads).engine, torch.ones(2 * half)
+    at, times = room.data_ptr(), list[float]()
+    for _ in range(5):
+        begun = time.perf_counter()
+        engine.copy(at, at + 4 * half, half)
+        times.append(time.perf_counter() - begun)
+    copied = 8 * half / sorted(times)[2]
+    seconds = (weights + kv_bytes) / read + 2 * states / copied
+    return {
+        "weight_bytes": weights, "kv_bytes": kv_bytes, "state_bytes": states, "read_gb_s": read / 1e9,
+        "copy_gb_s": copied / 1e9, "seconds": seconds,
+    }  # fmt: skip
+
+
 def run_rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in players}
     pressure = []
     split = players[SUBJECT].llm
+    of_prompts = split.stats()
     for player in players.values():
         player.turn(2)  # warm
     before = split.stats()
@@ -270,6 +305,7 @@ def run_rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, An
         "cost_of_deterministic": deterministic and deterministic / shm - 1.0,
         "cost_of_sampling": greedy and shm / greedy - 1.0,
         "seconds_by_role": _difference(split.stats(), before),
+        "prompt_seconds_by_role": of_prompts,
         "prompts_s": {name: p.prompts_s for name, p in players.items() if not isinstance(p, Generate)},
         "convert_s": split.engine.worker_info.summary["convert_s"],
         "cpu_pressure_avg10": pressure,
@@ -292,8 +328,8 @@ def _quality(path: Path, prompts: list[list[int]], players: dict[str, Any]) -> d
         model(torch.tensor([prompt[:-1]]), past_key_values=read, logits_to_keep=1)
         for name, tokens in generated.items():
             ids = torch.tensor(tokens[i])
-            logits = model(torch.tensor([prompt[-1:] + tokens[i][:-1]]), past_key_values=read).logits[0]
-            read.crop(-len(tokens[i]))
+            after = copy.deepcopy(read)  # a recurrent state cannot be cropped
+            logits = model(torch.tensor([prompt[-1:] + tokens[i][:-1]]), past_key_values=after).logits[0]
             chosen = logits.gather(1, ids[:, None])[:, 0]
             gaps[name].append(((logits.amax(1) - chosen) / logits.std(1)).max())
             same[name].append((logits.argmax(1) == ids).float().mean())
