@@ -27,8 +27,8 @@ A *round* is one step of every batch that has one. All workers process a round i
 and process rounds one after the other. So every worker knows which message comes next.
 
 A prefill worker's K and V use a channel of their own, once a plan has granted them. After JOIN it has transfers alone
-(workers.memory.kv_transfer): for each grant one with the layers in order, with states if the grant says so, and an
-empty one back once all is stored.
+(workers.memory.kv_transfer): for each grant one with the layers in order, and an empty one back once all is stored.
+Recurrent states come with a layer's K and V, if the grant says so.
 They have no turn in the round; a memory worker receives them while it would otherwise wait.
 """
 

@@ -17,10 +17,11 @@ from lamina.engine.engine import Engine
 from lamina.protocol.blocks.state_versions import Segment, StateVersions
 from lamina.protocol.step_plan import StateRows, StepPlan, SurvivingKv
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.workers.memory.state_store import StateStore
 from simulation.play import is_broken
 from simulation.whole.process import DIES
 from simulation.whole.run import check_fleet
-from simulation.whole.scenario import FleetScenario, Strike, hybrid_fleet
+from simulation.whole.scenario import FleetScenario, Strike, hybrid_fleet, prefilled_hybrid_fleet
 
 PARTS, SEEDS, MANY = 2, 4, 60
 Mistake = Callable[[pytest.MonkeyPatch], None]
@@ -48,6 +49,27 @@ def test_every_stream_of_many_goes_on_and_states_are_shared(part: int, monkeypat
     assert sum(one.deaths for one in played)
     assert sum(one.engines for one in played)
     assert sum(hits)
+
+
+@pytest.mark.long
+def test_every_stream_goes_on_with_prefill_workers() -> None:
+    for seed in range(SEEDS):
+        check_fleet(prefilled_hybrid_fleet(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_stream_of_many_goes_on_with_prefill_workers() -> None:
+    played = [check_fleet(prefilled_hybrid_fleet(seed)) for seed in range(SEEDS, MANY)]
+    assert sum(one.deaths for one in played)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_state_that_does_not_come_from_a_prefill_worker_is_seen(comes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = replace(prefilled_hybrid_fleet(0), hits=(), deaths=())
+    if not comes:
+        monkeypatch.setattr(StateStore, "put_state", lambda self, number, rows, data: None)
+    assert is_broken(check_fleet, of) != comes
 
 
 def struck(*calls: int) -> FleetScenario:

@@ -1,7 +1,7 @@
 """Recurrent layers on a prefill worker, which computes them as memory workers do, and sends these the states.
 
 All heads of a prompt's states are here. A step that ends where rows or prompts will continue sends its states, each as
-soon as it exists: to each memory worker the heads that it has, if the prompt's sequence lies there.
+soon as it exists. A memory worker gets the heads that it has, if the prompt's sequence lies there.
 """
 
 from __future__ import annotations

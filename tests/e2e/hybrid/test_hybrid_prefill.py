@@ -16,7 +16,7 @@ from test_hybrid_storage import total
 
 from lamina import LLM, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("no_child_left")
+pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 COUNT = 24
 TEXTS = prompts(5, 23, 40, 1)
 LAYOUTS: list[dict[str, Any]] = [

@@ -80,7 +80,7 @@ def test_it_computes_the_definition(name: str) -> None:
 @needs_gxx
 @pytest.mark.parametrize("name", SPECS)
 def test_chunks_and_other_sequences_change_no_bit(name: str) -> None:
-    """One sequence at once; in chunks beside another one, and with a version that the same step continues."""
+    """A sequence at once, in chunks, and after another one, with a version that the same step continues."""
     spec, backend = SPECS[name], emulated()
     layer, at_once = make_layer(spec, ROWS), new_states(spec, 1)
     out = backend.update(spec, layer.static, layer.inputs, Segments.of([whole(ROWS, prompt=PROMPT)]), at_once)

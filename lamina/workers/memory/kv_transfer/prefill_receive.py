@@ -1,8 +1,8 @@
 """K, V and recurrent states from prefill workers, which a memory worker stores while decoding leaves it idle.
 
-A plan's grant says what will arrive: K and V of some tokens of a sequence, a transfer with one part for each layer, and
-the states after the last of them, if later rows or prompts continue there. It comes from a prefill worker, or one from
-each stage of a group. Until the memory worker stores them, messages lie in the
+A plan's grant says what will arrive: K and V of some tokens of a sequence, a transfer with one part for each layer. If
+later rows or prompts continue after these tokens, their states come too. The transfer comes from a prefill worker, or
+one from each stage of a group. Until the memory worker stores them, messages lie in the
 slots of the prefill worker's channel, which stops when these are full. So prompts never delay decoding. They are never
 stopped by it either: before a layer, one message is stored if none was for MAX_WAIT_S. A grant may let this worker send
 stored tokens first (prefix_send.py).
