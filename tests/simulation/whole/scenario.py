@@ -129,7 +129,8 @@ def hybrid_fleet(seed: int) -> FleetScenario:
     options.pop("prefill_kv_memory", None)
     blocks = -(-MAX_LEN // BLOCK) + rng.choice((2, 8, 60))
     states = rng.randint(4, 6 * options["max_num_seqs"]) * VERSION_BYTES
-    options["kv_memory"] = str(int(_memory(blocks, KV_HEADS)) + states * 2)
+    least = 2 * int(_memory(-(-MAX_LEN // BLOCK) + 8, KV_HEADS))  # states may have a half
+    options["kv_memory"] = str(max(least, int(_memory(blocks, KV_HEADS)) + states * 2))
     asks = alike(seed, tuple(longer(rng, _ask(rng)) for _ in range(rng.randint(2, 6))))
     deaths = tuple(rng.randint(1, rng.choice(LAST_DEATHS)) for _ in range(rng.choice((0, 0, 1))))
     hits = _hits(rng, _places(options)) if rng.random() < 0.8 else ()
