@@ -21,18 +21,32 @@ class Matrix {
     }
   }
 
-  // Pairs r [16, count] of weights of 32 tokens to their places: [count, 32].
-  static void put(__m512i (&r)[W], int count, float* to) {
-    transpose(r);
-    for (int g = 0; g < count; ++g) _mm512_store_si512(to + g * W, r[g]);
-  }
+  // Weights of 32 tokens, 16 times pairs of `count` queries, to their places: [count, 32].
+  class Weights {
+   public:
+    Weights(int count, float* to) : count_(count), to_(to) {}
+    void put(int i, __m512i pairs) { rows_[i] = pairs; }
+    void finish() {
+      transpose(rows_);
+      for (int g = 0; g < count_; ++g) _mm512_store_si512(to_ + g * W, rows_[g]);
+    }
 
-  // 32 numbers of each o.
-  void add(const Halves& halves, const float* weight, const float* weight2, const Bits* values, int begin, int end,
-           float* o, int64_t stride) {
+   private:
+    int count_;
+    float* to_;
+    __m512i rows_[W];
+  };
+
+  // 32 numbers of each o, times its share.
+  void add(const Halves& halves, const float* weight, const float* weight2, const float* shares, const Bits* values,
+           int begin, int end, float* o, int64_t stride) {
     set_for({halves.first, halves.second, W, W});
     const auto f = halves.second ? sums<true> : sums<false>;
     f(halves, weight, weight2, values, begin, end, o, stride);
+    for (int g = 0; g < halves.first + halves.second; ++g, o += stride) {
+      const V share = set(shares[g]);
+      store(o, load(o) * share), store(o + W, load(o + W) * share);
+    }
   }
 
  private:

@@ -143,7 +143,7 @@ inline V exp(V x) {
   return p * as_float(as_int(sum) << 23);
 }
 
-// log(x), x >= 1. After Cephes (Moshier, Methods and Programs for Mathematical Functions), as is tanh.
+// log(x) of a normal number x > 0. After Cephes (Moshier, Methods and Programs for Mathematical Functions), as is tanh.
 inline V log(V x) {
   const I bits = as_int(x) - 0x3f3504f3;  // of sqrt(1/2): the mantissa becomes sqrt(1/2) .. sqrt(2)
   const V e = __builtin_convertvector(bits >> 23, V);

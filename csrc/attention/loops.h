@@ -162,7 +162,8 @@ struct Vectors {
   static constexpr int kMost = 4, kStep = W;
   static constexpr float kUnit = 1;
   static constexpr bool kLate = false;  // whether o is divided by the sum of the weights, which else add up to 1
-  static constexpr bool kByHead = false;  // whether a chunk is computed head by head, all its values at once (tiles.h)
+  // Whether a chunk is computed head by head, all its values at once (tiles.h). `add` then divides o itself.
+  static constexpr bool kByHead = false;
 
   static int64_t width(int64_t dim) {
     constexpr int step = Dot<S>::step;

@@ -92,9 +92,11 @@ class Run {
     int count;
   };
 
-  // Queries of one head that are computed at once, and the range of tokens that some of them sees.
+  // Queries of one head that are computed at once, and the range of tokens that some of them sees. `alike`: all of them
+  // see all these, and have no slopes.
   struct Block {
     int query, count, low, high;
+    bool alike;
   };
 
   int64_t head(int64_t query) const {
@@ -153,7 +155,7 @@ class Run {
     for (const Block* block = blocks; block < blocks + count; ++block)
       if (block->low >= block->high)
         for (int64_t i = 0; i < block->count * tile_.stride; ++i) node.o[block->query * tile_.stride + i] = 0;
-      else if (Loops::kLate)
+      else if (Loops::kLate && !Loops::kByHead)
         for (int i = block->query; i < block->query + block->count; ++i)
           divide_by(totals[i], node.o + i * tile_.stride);
   }
@@ -177,9 +179,10 @@ class Run {
       loops_.lay_out(piece.v + row * op_.v_dim, token_ * op_.v_dim, low, high, op_.v_dim, values_);
     }
     float* const scores = scores_ + query * kScores;
-    loops_.weights(op_, block.count, views + query, block.low, block.high, scores, node.lse + query, totals + query);
-    loops_.add(block.count, scores, values_, block.low, block.high, op_.v_dim, node.o + query * tile_.stride,
-               tile_.stride);
+    loops_.weights(op_, block.count, block.alike ? nullptr : views + query, block.low, block.high, scores,
+                   node.lse + query, totals + query);
+    loops_.add(block.count, scores, values_, totals + query, block.low, block.high, op_.v_dim,
+               node.o + query * tile_.stride, tile_.stride);
   }
 
   // K and then V, each in the order of memory, which is all heads of a block before the next.
@@ -213,11 +216,15 @@ class Run {
   // The tile in blocks. Returns the number of blocks of each head.
   int64_t divide(int64_t begin, int low, int high, View* views, Block* blocks) const {
     const Block* const first = blocks;
+    const bool known = Loops::kByHead && call_.stored && !op_.window && !op_.slopes;
     for (int query = 0; query < tile_.queries;) {
       Block& block = *blocks++;
-      block = {query, int(block_at(query)), kChunk, 0};
-      for (int g = 0; g < block.count; ++g, ++query) {
-        const View& mine = views[query] = view(query, begin, low, high);
+      block = {query, int(block_at(query)), kChunk, 0, !op_.slopes};
+      query += block.count;
+      if (known) block.low = low, block.high = high;
+      for (int i = block.query; i < query && !known; ++i) {
+        const View& mine = views[i] = view(i, begin, low, high);
+        block.alike = block.alike && mine.low == views[block.query].low && mine.high == views[block.query].high;
         block.low = int(min(block.low, mine.low)), block.high = int(max(block.high, mine.high));
       }
     }

@@ -87,21 +87,25 @@ class Tiles {
     if (end % kStep) zero(end);
   }
 
-  // Scores, as `score` left them, at `begin .. end` to weights in bf16, in Matrix's places.
+  // Scores, as `score` left them, at `begin .. end` to weights in bf16, in Matrix's places. views: null if all queries
+  // see all of these tokens, and have no slopes.
   static void weights(const Operator& op, int count, const View* views, int begin, int end, float* score, float* lse,
                       float* totals) {
     const Halves halves(count);
     weigh(op, halves.first, views, begin, end, score, lse, totals);
-    if (halves.second) weigh(op, halves.second, views + W, begin, end, score + W * kScores, lse + W, totals + W);
+    if (halves.second)
+      weigh(op, halves.second, views ? views + W : views, begin, end, score + W * kScores, lse + W, totals + W);
   }
 
-  // o [count, stride_o] = weights at `begin .. end` . values, as `weights` and `lay_out` left them.
-  void add(int count, const float* weight, const float* values, int begin, int end, int64_t dim, float* o,
-           int64_t stride_o) {
+  // o [count, stride_o] = weights at `begin .. end` . values, as `weights` and `lay_out` left them, over their totals.
+  void add(int count, const float* weight, const float* values, const float* totals, int begin, int end, int64_t dim,
+           float* o, int64_t stride_o) {
     written(weight), written(values);
+    float shares[kMost];
+    for (int g = 0; g < count; ++g) shares[g] = 1 / totals[g];
     const Bits* at = reinterpret_cast<const Bits*>(values);
     for (int64_t d = 0; d < dim; d += kStep, at += kValues)
-      matrix_.add(Halves(count), weight, weight + W * kScores, at, begin, end, o + d, stride_o);
+      matrix_.add(Halves(count), weight, weight + W * kScores, shares, at, begin, end, o + d, stride_o);
   }
 
  private:
@@ -122,13 +126,40 @@ class Tiles {
     _mm512_mask_storeu_epi16(to + W * kStep, places, second ? x : _mm512_srli_epi32(x, W));
   }
 
-  static V round(V x) { return (V)_mm512_roundscale_ps((__m512)x, _MM_FROUND_NO_EXC); }
-
-  // Scores in powers of two, rounded as the highest one is: no power of a difference from it is above 1.
-  static V scaled(const float* score, float factor) {
+  // A score's weight. kShifted: the score is less `shift` first, rounded twice as pairs.h does.
+  template <bool kShifted>
+  static V weight(const float* score, float factor, V shift) {
     V x = attention::load(score) * factor;
-    asm("" : "+v"(x));  // or the compiler would round once, after the subtraction
-    return x;
+    if constexpr (kShifted) {
+      asm("" : "+v"(x));
+      x -= shift;
+    }
+    return power(x);
+  }
+
+  // Scores at `begin .. end`, in whole steps, to weights in Matrix's places. Returns the sums of these.
+  template <bool kShifted>
+  static V powers(int count, int begin, int end, float* score, float factor, V shift) {
+    const __m512i both = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const auto ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    V sums[W] = {};  // of the pairs of all steps
+    for (int from = begin & -kStep; from < end; from += kStep) {
+      float* const at = score + from * count;
+      typename Matrix::Weights weights(count, at);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        const V x = weight<kShifted>(at + 2 * i * count, factor, shift);
+        const V y = weight<kShifted>(at + (2 * i + 1) * count, factor, shift);
+        const __m512i pairs = _mm512_permutexvar_epi16(both, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
+        sums[i] = (V)_mm512_dpbf16_ps((__m512)sums[i], (__m512bh)pairs, ones);
+        weights.put(i, pairs);
+      }
+      weights.finish();
+    }
+    for (int n = W / 2; n; n /= 2)
+      for (int i = 0; i < n; ++i) sums[i] += sums[i + n];
+    return sums[0];
   }
 
   // Of up to 16 queries, a lane each: scores [kChunk, count].
@@ -140,52 +171,36 @@ class Tiles {
     const float factor = bent ? 1 : op.scale * kUnit;
     const V most = see(op, bent, count, views, begin, end, score, put);
     const V top = most * factor, least = set(-__FLT_MAX__), near = top > least ? top : V{};
-    const V shift = round(near / kApart) * kApart, n = round(near - shift) - 1.0f;
+    const V shift = (V)_mm512_roundscale_ps((__m512)(near / kApart), _MM_FROUND_NO_EXC) * kApart;
+    const bool shifted = _mm512_mask_test_epi32_mask(there, (__m512i)shift, _mm512_set1_epi32(0x7fffffff));
     for (int t = begin & -kStep; t < begin; ++t) put(t, set(kNone));
     for (int t = end; t % kStep; ++t) put(t, set(kNone));
-    const __m512i both = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const auto ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-    V sums[W] = {};  // of the pairs of all steps
-    for (int from = begin & -kStep; from < end; from += kStep) {
-      float* const at = score + from * count;
-      __m512i r[W];  // pairs of tokens
-      for (int i = 0; i < W; ++i) {
-        const V x = power(scaled(at + 2 * i * count, factor) - shift, n);
-        const V y = power(scaled(at + (2 * i + 1) * count, factor) - shift, n);
-        r[i] = _mm512_permutexvar_epi16(both, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
-      }
-      for (int i = 0; i < W; ++i) sums[i] = (V)_mm512_dpbf16_ps((__m512)sums[i], (__m512bh)r[i], ones);
-      Matrix::put(r, count, at);
-    }
-    for (int n = W / 2; n; n /= 2)
-      for (int i = 0; i < n; ++i) sums[i] += sums[i + n];
-    const V total = sums[0];
-    _mm512_mask_storeu_ps(totals, there, (__m512)(total < 1.0f ? set(1) : total));
-    _mm512_mask_storeu_ps(lse, there, (__m512)(top > least ? (shift + n) * 0.693147180f : top));
+    const V total = (shifted ? powers<true> : powers<false>)(count, begin, end, score, factor, shift);
+    _mm512_mask_storeu_ps(totals, there, (__m512)(total > 0.0f ? total : set(1)));
+    _mm512_mask_storeu_ps(lse, there, (__m512)(top > least ? shift * 0.693147180f : top));
   }
 
   // As kernel.h's `see`, of queries in lanes: each one's highest score. Scores are left as they are where they are only
   // to be scaled.
   template <class Put>
   static V see(const Operator& op, bool bent, int count, const View* views, int begin, int end, float* score, Put put) {
-    V low = {}, high = {}, self = {}, slope = {}, most = set(kNone);
+    V low = set(float(begin)), high = set(float(end)), self = {}, slope = {}, most = set(kNone);
     const bool straight = !(op.softcap > 0 || op.slopes);
-    bool whole = true;
-    for (int g = 0; g < count; ++g) {
+    for (int g = 0; views && g < count; ++g) {
       const View& view = views[g];
       low[g] = float(view.low), high[g] = float(view.high), self[g] = view.self, slope[g] = view.slope;
-      whole = whole && view.low <= begin && view.high >= end;
     }
-    if (!bent && whole) {
+    int t = begin;
+    if (!bent) {  // those that all queries see
+      int from = begin, upto = end;
+      for (int g = 0; views && g < count; ++g) from = max(from, views[g].low), upto = min(upto, views[g].high);
       V tops[] = {most, most, most, most};  // or each would wait for the one before it
-      int t = begin;
-      for (; t + 4 <= end; t += 4)
-        for (int i = 0; i < 4; ++i) tops[i] = max(tops[i], attention::load(score + (t + i) * count));
-      for (; t < end; ++t) most = max(most, attention::load(score + t * count));
-      return max(max(most, max(tops[0], tops[1])), max(tops[2], tops[3]));
+      if (from == begin)
+        for (; t + 4 <= upto; t += 4)
+          for (int i = 0; i < 4; ++i) tops[i] = max(tops[i], attention::load(score + (t + i) * count));
+      most = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
     }
-    for (int t = begin; t < end; ++t) {
+    for (; t < end; ++t) {
       V x = attention::load(score + t * count);
       if (bent) {
         x = x * (straight ? op.scale * kUnit : op.scale);

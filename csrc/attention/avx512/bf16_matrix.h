@@ -11,16 +11,23 @@ class Matrix {
     f(halves, q, k, stride, low, high, dim, score, score2, ahead, later);
   }
 
-  // Pairs r [16, count] of weights of 32 tokens, as they are.
-  static void put(const __m512i (&r)[W], int count, float* to) {
-    for (int i = 0; i < W; ++i) put_row((V)r[i], count, to + i * count);
-  }
+  // Weights of 32 tokens, in place of their scores: 16 times pairs of `count` queries, as they are.
+  class Weights {
+   public:
+    Weights(int count, float* to) : count_(count), to_(to) {}
+    void put(int i, __m512i pairs) { put_row((V)pairs, count_, to_ + i * count_); }
+    void finish() {}
 
-  // 32 numbers of each o.
-  static void add(const Halves& halves, const float* weight, const float* weight2, const Bits* values, int begin,
-                  int end, float* o, int64_t stride) {
-    add_half(halves.first, weight, values, begin, end, o, stride);
-    if (halves.second) add_half(halves.second, weight2, values, begin, end, o + W * stride, stride);
+   private:
+    int count_;
+    float* to_;
+  };
+
+  // 32 numbers of each o, times its share.
+  static void add(const Halves& halves, const float* weight, const float* weight2, const float* shares,
+                  const Bits* values, int begin, int end, float* o, int64_t stride) {
+    add_half(halves.first, weight, shares, values, begin, end, o, stride);
+    if (halves.second) add_half(halves.second, weight2, shares + W, values, begin, end, o + W * stride, stride);
   }
 
  private:
@@ -86,19 +93,20 @@ class Matrix {
     }
   }
 
-  static void add_half(int count, const float* weight, const Bits* values, int begin, int end, float* o,
-                       int64_t stride) {
+  static void add_half(int count, const float* weight, const float* shares, const Bits* values, int begin, int end,
+                       float* o, int64_t stride) {
     for (int g = 0; g < count;) {
       const int left = count - g, blocks = (left + kQueries - 1) / kQueries, some = (left + blocks - 1) / blocks;
       const auto f = sums_of(some);
-      f(count, weight + g, values, begin, end, o + g * stride, stride);
+      f(count, weight + g, shares + g, values, begin, end, o + g * stride, stride);
       g += some;
     }
   }
 
   // o [G, 32].
   template <int G>
-  static void sums(int count, const float* weight, const Bits* values, int begin, int end, float* o, int64_t stride) {
+  static void sums(int count, const float* weight, const float* shares, const Bits* values, int begin, int end,
+                   float* o, int64_t stride) {
     V a[G] = {}, b[G] = {};
     for (int from = begin & -kInStep; from < end; from += kInStep) {
       const int last = int(min(end - from + 1, kInStep)) / 2;
@@ -114,7 +122,10 @@ class Matrix {
       }
     }
 #pragma GCC unroll 8
-    for (int g = 0; g < G; ++g) store(o + g * stride, a[g]), store(o + g * stride + W, b[g]);
+    for (int g = 0; g < G; ++g) {
+      const V share = set(shares[g]);
+      store(o + g * stride, a[g] * share), store(o + g * stride + W, b[g] * share);
+    }
   }
 
   static decltype(&sums<1>) sums_of(int count) {

@@ -37,15 +37,15 @@ class Pairs {
   // Scores in powers of two to weights as Product takes them.
   static Softmax weights(float top, int begin, int end, float* score) {
     const float near = top > -__FLT_MAX__ ? top : 0;
-    const float shift = kApart * __builtin_rintf(near / kApart), n = __builtin_rintf(near - shift) - 1;
+    const float shift = kApart * __builtin_rintf(near / kApart);
     V total = {};
     for (int t = begin; t < end; t += kStep) {
       const V a = attention::load(score + t), b = attention::load(score + t + W);
-      const V x = power(a - set(shift), set(n)), y = power(b - set(shift), set(n));
+      const V x = power(a - set(shift)), y = power(b - set(shift));
       total = Product::store_weights(total, x, y, score + t / 2 * Product::kParts);
     }
     const float sum = fold(total, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
-    return {top > -__FLT_MAX__ ? (shift + n) * 0.693147180f : top, sum < 1 ? 1 : sum};
+    return {top > -__FLT_MAX__ ? shift * 0.693147180f : top, sum > 0 ? sum : 1};
   }
 
   static void add(int count, const float* weight, const BFloat16* v, int64_t stride, int low, int high, bool first,
