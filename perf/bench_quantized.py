@@ -56,15 +56,13 @@ class Player:
 
 
 def bf16(backend: NativeLinear, weights: list[Tensor]) -> Player:
-    """Packed weights, or torch for many rows."""
-    most, memory = backend.max_engine_rows(torch.bfloat16), PrivateMemory()
+    """Packed weights."""
+    memory = PrivateMemory()
 
     def layer(w: Tensor) -> Linear:
         packed, (cols, k) = backend.pack(w, memory), w.shape
 
         def linear(x: Tensor) -> Tensor:
-            if len(x) > most:
-                return torch.nn.functional.linear(x, w)
             y = torch.empty(len(x), cols, dtype=x.dtype)
             backend.engine.linear(x.data_ptr(), packed.data_ptr(), 0, y.data_ptr(), 1, len(x), cols, k, 0)
             return y

@@ -165,6 +165,10 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float* scratc
 
 #include "gemm/packed.h"
 
+void packed_columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
+  for (std::size_t n = begin; n < end; n += panels::kCols) panels::multiply(p, n, panel_at(p.w, n, p.k_size), scratch);
+}
+
 }  // namespace
 }  // namespace lamina::gemm::avx2
 #pragma GCC pop_options

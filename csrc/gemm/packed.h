@@ -1,12 +1,8 @@
-// Products by weights that were packed, one panel after the other. Included once for each instruction set, after its
+// Weights that are packed, one panel after the other. Included once for each instruction set, after its
 // `panels`, inside its namespace.
 
 const char* panel_at(const void* w, std::size_t n, std::size_t k_size) {
   return static_cast<const char*>(w) + n / panels::kCols * panels::bytes(k_size);
-}
-
-void packed_columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
-  for (std::size_t n = begin; n < end; n += panels::kCols) panels::multiply(p, n, panel_at(p.w, n, p.k_size), scratch);
 }
 
 std::size_t packed_bytes(std::size_t cols, std::size_t k_size) {

@@ -15,6 +15,7 @@ constexpr std::size_t kCols = 32;  // of a panel
 constexpr std::size_t kTile = 8;  // rows whose sums are in registers: 8 x 2
 static_assert(kTile == 8 && kRowsPrepared % kTile == 0, "prepare() makes tiles of up to 8 rows, whole ones apart");
 constexpr std::size_t kBlock = 8 * kTile;  // rows whose sums of chains wait in L1 or L2
+constexpr std::size_t kShort = 96;  // links of a chain of which two go together: both, of a panel, stay in L1
 constexpr std::size_t kLevels = 4;  // sums of 1, 2, 4 and 8 chains wait for as many others
 constexpr std::size_t kOrder[kChains] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // as lanes are added
 
@@ -73,6 +74,7 @@ void spread(const std::uint16_t* from, std::size_t ld, std::size_t k_size, std::
       for (std::size_t r = 0; r < kRows; ++r)
         lanes[link * kRows + r] =
             r < count && t + link < n ? link_of(from + r * ld, t + link, k_size) : _mm512_setzero_si512();
+    for (std::size_t r = 0; r < count; ++r) __builtin_prefetch(from + r * ld + (t + 4 * kLinks) * kDepth, 0, 3);
     transpose(lanes, pairs);
     const auto kept = static_cast<__mmask16>((1u << std::min(kLinks, n - t) * count) - 1);
     for (std::size_t c = 0; c < kChains; ++c)
@@ -81,25 +83,37 @@ void spread(const std::uint16_t* from, std::size_t ld, std::size_t k_size, std::
   }
 }
 
-// One chain of kRows rows and a panel. Meanwhile `lines` of the memory `ahead` are fetched, no nearer than L2.
-template <int kRows>
-inline void chain(const std::uint32_t* x, const std::uint16_t* w, std::size_t n, const char* ahead, std::size_t lines,
-                  __m512 (&s)[kRows][2]) {
-  for (auto& row : s) row[0] = row[1] = _mm512_setzero_ps();
-  for (std::size_t t = 0; t < n; ++t) {
-    if (2 * t < lines) {
-      __builtin_prefetch(ahead + 128 * t, 0, 2);
-      __builtin_prefetch(ahead + 128 * t + 64, 0, 2);
-    }
-    const Pairs w0 = Pairs::of(_mm512_loadu_si512(w + t * 2 * kCols));
-    const Pairs w1 = Pairs::of(_mm512_loadu_si512(w + t * 2 * kCols + kCols));
+// kTogether chains of kRows rows and a panel. x: of a tile of `count` rows. The first `lines` of the memory `ahead` are
+// fetched meanwhile, no nearer than L2.
+template <int kRows, int kTogether>
+inline void chains(const std::uint32_t* x, std::size_t count, const std::uint16_t* w, std::size_t n, const char* ahead,
+                   std::size_t lines, __m512 (&s)[kTogether][kRows][2]) {
+  for (auto& chain : s)
+    for (auto& row : chain) row[0] = row[1] = _mm512_setzero_ps();
+  const auto link = [&](std::size_t t) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int c = 0; c < kTogether; ++c) {
+      const std::uint16_t* const from = w + (c * n + t) * 2 * kCols;
+      const Pairs w0 = Pairs::of(_mm512_loadu_si512(from)), w1 = Pairs::of(_mm512_loadu_si512(from + kCols));
+      const std::uint32_t* const pairs = x + (c * Pairs::kParts * n + t) * count;
+      if constexpr (kTogether > 1)
+        __builtin_prefetch(pairs + kChains * Pairs::kParts * n * count, 0, 3);  // of the next tile
 #pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-      const Pairs pair = Pairs::all(x + t * kRows + m, n * kRows);
-      s[m][0] = Pairs::add(s[m][0], pair, w0);
-      s[m][1] = Pairs::add(s[m][1], pair, w1);
+      for (int m = 0; m < kRows; ++m) {
+        const Pairs pair = Pairs::all(pairs + m, n * count);
+        s[c][m][0] = Pairs::add(s[c][m][0], pair, w0);
+        s[c][m][1] = Pairs::add(s[c][m][1], pair, w1);
+      }
     }
+  };
+  std::size_t t = 0;
+  for (; t < n && 2 * t < lines; ++t) {
+    __builtin_prefetch(ahead + 128 * t, 0, 2);
+    __builtin_prefetch(ahead + 128 * t + 64, 0, 2);
+    link(t);
   }
+  for (; t + 4 <= n; t += 4) link(t), link(t + 1), link(t + 2), link(t + 3);
+  for (; t < n; ++t) link(t);
 }
 
 // 16 columns of y from n on, or what there is of them.
@@ -124,19 +138,27 @@ struct Place {
   std::size_t level;
 };
 
-// `number`: of the chain. Its sums are added to those of chains before it; the last one's are y.
-template <int kRows>
-void tile(const Problem& p, const Place& at, std::size_t number) {
-  __m512 s[kRows][2];
-  chain<kRows>(at.x, at.w, links(p.k_size), at.ahead, at.lines, s);
+// Of `count` rows of x, those that `at` names. `number`: of the first chain, a multiple of kTogether. Sums are added to
+// those of chains before it; the last one's are y.
+template <int kRows, int kTogether>
+void tile(const Problem& p, const Place& at, std::size_t count, std::size_t number) {
+  __m512 sums[kTogether][kRows][2];
+  chains<kRows>(at.x, count, at.w, links(p.k_size), at.ahead, at.lines, sums);
+  auto& s = sums[0];
   float* waiting = at.waiting;
-  for (std::size_t chains = number; chains & 1; chains >>= 1, waiting += at.level)
+  if constexpr (kTogether == 2) {
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m)
+      for (int i = 0; i < 2; ++i) s[m][i] = _mm512_add_ps(s[m][i], sums[1][m][i]);
+    waiting += at.level;
+  }
+  for (std::size_t done = number / kTogether; done & 1; done >>= 1, waiting += at.level)
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
       s[m][0] = _mm512_add_ps(_mm512_loadu_ps(waiting + m * kCols), s[m][0]);
       s[m][1] = _mm512_add_ps(_mm512_loadu_ps(waiting + m * kCols + kLanes), s[m][1]);
     }
-  if (number + 1 < kChains) {
+  if (number + kTogether < kChains) {
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
       _mm512_storeu_ps(waiting + m * kCols, s[m][0]);
@@ -151,8 +173,8 @@ void tile(const Problem& p, const Place& at, std::size_t number) {
   }
 }
 
-constexpr decltype(&tile<1>) kTiles[kTile + 1] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
-                                                  tile<5>, tile<6>, tile<7>, tile<8>};
+constexpr decltype(&tile<1, 1>) kTiles[kTile + 1] = {nullptr,    tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>,
+                                                     tile<5, 1>, tile<6, 1>, tile<7, 1>, tile<8, 1>};
 
 // Rows [first, first + rows). Of each chain w comes from memory once, and every tile fetches its part of the next one.
 void block(const Problem& p, std::size_t first, std::size_t rows, std::size_t n, const std::uint16_t* w,
@@ -165,7 +187,24 @@ void block(const Problem& p, std::size_t first, std::size_t rows, std::size_t n,
     for (std::size_t m = 0; m < rows; m += kTile, ahead += lines * 64) {
       const std::size_t count = std::min(kTile, rows - m), row = first + m;
       const std::uint32_t* const pairs = x + (row * kChains + c * count) * length * Pairs::kParts;
-      kTiles[count](p, {pairs, w, row, n, ahead, lines, waiting + m * kCols, rows * kCols}, c);
+      kTiles[count](p, {pairs, w, row, n, ahead, lines, waiting + m * kCols, rows * kCols}, count, c);
+    }
+  }
+}
+
+// The same of whole tiles, two chains at a time: half as many sums wait. A tile goes by halves.
+void wide_block(const Problem& p, std::size_t first, std::size_t rows, std::size_t n, const std::uint16_t* w,
+                float* waiting) {
+  constexpr std::size_t kHalf = kTile / 2;
+  const std::size_t length = links(p.k_size), halves = rows / kHalf;
+  const std::size_t size = 2 * length * 2 * kCols, lines = (4 * length + halves - 1) / halves;
+  const auto* const x = reinterpret_cast<const std::uint32_t*>(p.x);
+  for (std::size_t c = 0; c < kChains; c += 2, w += size) {
+    const char* ahead = reinterpret_cast<const char*>(w + size);
+    for (std::size_t m = 0; m < rows; m += kHalf, ahead += lines * 64) {
+      const std::size_t row = first + m, above = m % kTile;
+      const std::uint32_t* const pairs = x + ((row - above) * kChains + c * kTile) * length * Pairs::kParts + above;
+      tile<kHalf, 2>(p, {pairs, w, row, n, ahead, lines, waiting + m * kCols, rows * kCols}, kTile, c);
     }
   }
 }
@@ -193,9 +232,20 @@ void prepare(const Problem& p, const void* x, std::size_t begin, std::size_t end
   }
 }
 
-void multiply(const Problem& p, std::size_t n, const void* w, float* scratch) {
-  for (std::size_t first = 0; first < p.rows; first += kBlock)
-    block(p, first, std::min(kBlock, p.rows - first), n, static_cast<const std::uint16_t*>(w), scratch);
+// Rows [begin, end).
+void multiply(const Problem& p, std::size_t begin, std::size_t end, std::size_t n, const void* w, float* scratch) {
+  for (std::size_t first = begin, rows; first < end; first += rows) {
+    rows = std::min(kBlock, end - first);
+    const bool wide = rows >= kTile && links(p.k_size) <= kShort;
+    if (wide) rows -= rows % kTile;
+    (wide ? wide_block : block)(p, first, rows, n, static_cast<const std::uint16_t*>(w), scratch);
+  }
+}
+
+// How many rows of x meet all columns before the next ones: they stay in L2.
+std::size_t rows_kept(const Problem& p) {
+  constexpr std::size_t kInL2 = 512 << 10;
+  return std::max<std::size_t>(1, kInL2 / (kBlock * links(p.k_size) * kChains * Pairs::kParts * 4)) * kBlock;
 }
 
 }  // namespace panels
@@ -312,7 +362,7 @@ void by_panels(const Problem& p, std::size_t begin, std::size_t end, float* scra
   float* const panel = scratch + panels::plan(p).scratch;
   for (std::size_t n = begin; n < end; n += panels::kCols) {
     panels::pack(p, n, panel);
-    panels::multiply(p, n, panel, scratch);
+    panels::multiply(p, 0, p.rows, n, panel, scratch);
   }
 }
 
@@ -326,6 +376,13 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float* scratc
 }
 
 #include "gemm/packed.h"
+
+void packed_columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
+  const std::size_t kept = panels::rows_kept(p);
+  for (std::size_t first = 0; first < p.rows; first += kept)
+    for (std::size_t n = begin; n < end; n += panels::kCols)
+      panels::multiply(p, first, std::min(first + kept, p.rows), n, panel_at(p.w, n, p.k_size), scratch);
+}
 
 constexpr Kernel kAsTheyLie = {plan, panels::prepare, columns};
 constexpr Packing kPacking = {{panels::plan, panels::prepare, packed_columns}, packed_bytes, pack};

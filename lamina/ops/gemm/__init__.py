@@ -39,10 +39,6 @@ class LinearBackend(Protocol):
         """The object by which other native modules use its linear layers and threads; None if there is none."""
         ...
 
-    def max_engine_rows(self, dtype: torch.dtype) -> int:
-        """Return the most rows for one call of ``engine``; with more, torch is faster."""
-        ...
-
     def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
         """Return the bytes of w [cols, k_size] in the faster order; 0 if there is none."""
         ...

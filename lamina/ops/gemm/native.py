@@ -1,10 +1,10 @@
 """Linear layers by csrc/gemm, on the compute worker's own threads; weights are read in place or packed.
 
-Decoding has few rows, so a layer takes the time of reading its weights. torch takes several times as long for fp32, and
-for bf16 on a CPU without bf16 instructions. With these (AVX512-BF16, AMX) it takes twice as long, unless it may keep a
-copy of the weights in its own order. So may native (``pack``). By AVX512-BF16, a step of 1 or 8 rows then
-takes 5 to 8 % less time. A layer of 8 rows of bf16 takes half the time by AVX2, and the same by AVX-512. What native
-computes of a row depends on that row alone, bit for bit, packed or not.
+A layer of a few rows takes the time of reading its weights. torch takes several times as long for fp32, and for bf16 on
+a CPU without bf16 instructions. With these (AVX512-BF16, AMX) it takes twice as long, unless it may keep a copy of the
+weights in its own order. So may native (``pack``). By AVX512-BF16, a step of 1 or 8 rows then takes 5 to 8 % less time,
+and one of 512 rows less than torch's. A layer of 8 rows of bf16 takes half the time by AVX2, and the same by AVX-512.
+What native computes of a row depends on that row alone, bit for bit, packed or not.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import row_blocks
-from ._gemm import Engine, usable
+from ._gemm import Engine
 from .expert_rows import by_expert
 from .packed_memory import PackedMemory, PrivateMemory
 from .quantized import PackedForm, PackedWeight, QuantizedWeight
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NO_LIMIT = (1 << 63) - 1
 CHANNEL_BLOCK = 128  # numbers of k that are summed before they are scaled, by channel
-# The rows of bf16 up to which native is about as fast as torch (perf/DIARY.md). Other variants always are.
-MOST_ROWS = {"avx512_bf16": 128}
 
 
 class NativeLinear:
@@ -40,13 +36,6 @@ class NativeLinear:
         self.engine = Engine(threads, variant)
         self._memory = PrivateMemory()  # for quantized weights
         self._run = self.engine.linear
-        self.most_rows: dict[torch.dtype, int] = {}  # by dtype, if there is a limit
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            self.most_rows[torch.bfloat16] = MOST_ROWS.get(variant or usable()[0], NO_LIMIT)
-
-    def max_engine_rows(self, dtype: torch.dtype) -> int:
-        """Return the most rows for one call of ``engine``; with more, torch is faster."""
-        return self.most_rows.get(dtype, NO_LIMIT)
 
     def packed_bytes(self, dtype: torch.dtype, cols: int, k_size: int) -> int:
         """Return the bytes of w [cols, k_size] in the variant's own order; 0 if it has none."""
@@ -130,8 +119,8 @@ class NativeLinear:
         cols, k_size = w.shape
         rows = x.numel() // max(k_size, 1)
         kind = TYPES.get(x.dtype)
-        if kind is None or w.dtype != x.dtype or not x.is_cpu or rows > self.most_rows.get(x.dtype, rows):
-            return row_blocks.linear(x, w, b)
+        if kind is None or w.dtype != x.dtype or not x.is_cpu:
+            return F.linear(x, w, b)
         if w.stride(1) != 1 or not w.stride(0) or (b is not None and (b.dtype != x.dtype or not b.is_contiguous())):
             return F.linear(x, w, b)
         if x.shape[-1] != k_size or not w.numel() or (b is not None and b.shape != (cols,)):

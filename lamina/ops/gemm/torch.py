@@ -67,10 +67,6 @@ class TorchLinear:
         own = replace(w, codes=w.codes[rows], scales=w.scales[rows], offsets=offsets)
         return own.dequantized(torch.float32).view(*ids.shape, known.k_size)
 
-    def max_engine_rows(self, dtype: torch.dtype) -> int:
-        """Return 0: there is no engine."""
-        return 0
-
 
 def _unpacked(data: Tensor, form: PackedForm) -> QuantizedWeight:
     """Return the weight whose parts ``pack_quantized`` has joined."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor, fx
 
 from lamina.converter.capture import size_expression
 from lamina.converter.graph import add_node
-from lamina.ops.gemm import LinearBackend, row_blocks
+from lamina.ops.gemm import LinearBackend
 from lamina.ops.gemm.packed_memory import PackedMemory
 
 from . import arithmetic, layout_ops
@@ -33,19 +32,6 @@ LINE, MOST_SPARE = 64, 1 << 24  # bytes
 RUN, Q, KV = range(3)  # kinds of links of a chain
 SENDS = {"q": Q, "kv": KV}
 RULES = {**arithmetic.RULES, **layout_ops.RULES}
-
-
-class _Product(NamedTuple):
-    """The linear layer that is instruction ``at``, and that torch may do for many rows. x and y are slots with ``rows``
-    rows for each row.
-    """
-
-    at: int
-    x: int
-    y: int
-    w: View
-    b: View | None
-    rows: int
 
 
 class UnitTensor(NamedTuple):
@@ -77,10 +63,6 @@ class Arena:
             self._memory = memory[-memory.data_ptr() % LINE :]
             self.address, self._size = self._memory.data_ptr(), room
 
-    def part(self, at: int, size: int) -> Tensor:
-        """Return bytes ``at`` .. ``at + size`` of the reserved ones."""
-        return self._memory[at : at + size]
-
 
 class RowUnit:
     """The instructions of a unit. ``given``: its tensors that are no weights. ``leads``: the first of these with
@@ -108,9 +90,6 @@ class RowUnit:
         table = encode(given, self._row_bytes, self._places, instructions)
         self.program = Program(backend.engine, table, "")
         self._instructions = len(instructions)
-        self._products = [_product(i, each) for i, each in enumerate(instructions) if _is_plain(each)]
-        limits = (backend.max_engine_rows(self._dtypes[p.y]) // p.rows for p in self._products)
-        self.most_rows = min(limits, default=sys.maxsize)  # in one native call
         self.results = [UnitTensor(True, v.shape, lowered.slots[v.slot].dtype) for v in lowered.results]
         values = [lowered.values[n] for n in lowered.placeholders[weights:]]
         self.given = [UnitTensor(slots[v.slot].with_rows, v.shape, v.dtype) for v in values]
@@ -129,36 +108,12 @@ class RowUnit:
                 laid[slot] = self._backend.pack(laid[slot].as_strided(view.shape, view.strides), memory)
         return laid
 
-    def run(self, rows: int, given: Sequence[Tensor], addresses: Sequence[int]) -> None:
-        """Run the unit. ``given``: weights, tensors of rows without gaps, results. Raises IndexError if a row looks up
-        an index outside of a table.
+    def run(self, rows: int, addresses: Sequence[int]) -> None:
+        """Run the unit. ``addresses``: of weights, tensors of rows without gaps, results. Raises IndexError if a row
+        looks up an index outside of a table.
         """
         self.arena.reserve(rows * self.row_arena)
-        head = self.arena.address
-        if rows <= self.most_rows:
-            self.program.run(rows, 0, self._instructions, head, *addresses)
-            return
-        first = 0
-        for product in self._products:
-            if product.at > first:
-                self.program.run(rows, first, product.at, head, *addresses)
-            self._multiply(product, rows, given)
-            first = product.at + 1
-        if self._instructions > first:
-            self.program.run(rows, first, self._instructions, head, *addresses)
-
-    def _multiply(self, product: _Product, rows: int, given: Sequence[Tensor]) -> None:
-        """Multiply by torch, which has products for many rows."""
-        w = given[product.w.slot].as_strided(product.w.shape, product.w.strides)  # [outputs, inputs]
-        y, x = (self._tensor(s, rows, given).view(-1, n) for s, n in zip((product.y, product.x), w.shape, strict=True))
-        b = None if product.b is None else given[product.b.slot].as_strided(product.b.shape, product.b.strides)
-        row_blocks.multiply(x, w, b, y)
-
-    def _tensor(self, slot: int, rows: int, given: Sequence[Tensor]) -> Tensor:
-        if slot < len(given):
-            return given[slot]
-        at = self._places[slot - len(given)] * rows
-        return self.arena.part(at, rows * self._row_bytes[slot]).view(self._dtypes[slot])
+        self.program.run(rows, 0, self._instructions, self.arena.address, *addresses)
 
 
 class BoundUnit:
@@ -170,7 +125,7 @@ class BoundUnit:
         self._laid = unit.packed_weights(self.weights)
         self.addresses = [w.data_ptr() for w in self._laid]
         self.program, self.given, self.results = unit.program, unit.given, unit.results
-        self.most_rows, self.row_arena = unit.most_rows, unit.row_arena
+        self.row_arena = unit.row_arena
 
     def call(self, *x: Tensor) -> tuple[Tensor, ...]:
         """Run the unit on tensors of rows. Raises IndexError if a row looks up an index outside of a table."""
@@ -184,7 +139,7 @@ class BoundUnit:
         if rows:
             addresses = [*self.addresses, *(t.data_ptr() for t in given), *(t.data_ptr() for t in made)]
             with unit.arena.lock:
-                unit.run(rows, (*self.weights, *given, *made), addresses)
+                unit.run(rows, addresses)
         return tuple(made)
 
 
@@ -299,11 +254,6 @@ def _is_plain(each: Instruction) -> bool:
     return each.kind == "linear" and each.form is None
 
 
-def _product(at: int, each: Instruction) -> _Product:
-    x, y, w, *b = each.views
-    return _Product(at, x.slot, y.slot, w, b[0] if b else None, x.numel // each.shape[-1])
-
-
 class _ChainLink(NamedTuple):
     """A unit on values, or a send of some. ``number``: of the unit, or of the layer."""
 
@@ -325,7 +275,6 @@ class ChainedSlice:
         self._given, self._made = links.tensors[: links.given], [links.tensor(v) for v in made]
         self._results = [outside.index(v) for v in links.results]
         self._sent = links.sent
-        self._most_rows = min(unit.most_rows for unit in links.units)
         self._weights = [unit.weights for unit in links.units]
         programs = tuple(dict.fromkeys(unit.program for unit in links.units))
         table, self._row_arena = _table(links, outside, programs)
@@ -339,9 +288,7 @@ class ChainedSlice:
             if send is None or args[-1].dtype != self._sent:
                 return self._inner(*args)
         rows = given[0].shape[0]
-        if not 0 < rows <= self._most_rows or not all(
-            _fits(x, tensor, rows) for x, tensor in zip(given, self._given, strict=True)
-        ):
+        if not rows or not all(_fits(x, tensor, rows) for x, tensor in zip(given, self._given, strict=True)):
             return self._inner(*args)
         outside = [*given, *(torch.empty((rows, *x.shape), dtype=x.dtype) for x in self._made)]
         arena = self._arena
