@@ -24,6 +24,21 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         {**_DELTA, **_EXPERTS, "num_hidden_layers": 4, "shared_expert_intermediate_size": 32},
     ),
+    "qwen3_5": ("Qwen3_5", {**_DELTA, "num_hidden_layers": 4}),
+    "granite_4_h": (
+        "GraniteMoeHybrid",
+        {
+            **_SCAN, "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "mamba_expand": 2,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": [RECURRENT, "mlp", FULL, RECURRENT], "mamba_num_heads": 8, "mamba_head_dim": 16,
+            "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4, "chunk_size": 16, "head_dim": 16,
+        },
+    ),
     "bamba": ("Bamba", {**_SCAN, "num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_expand": 2}),
     "lfm2": ("Lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", FULL] * 2, "block_multiple_of": 16}),
     "falcon_h1": ("FalconH1", {**_SCAN, "num_hidden_layers": 2, "head_dim": 16, "mamba_d_ssm": 128}),
@@ -43,7 +58,8 @@ def build_hybrid(name: str, **changes: Any) -> Any:
     import transformers
 
     family, options = HYBRIDS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_BASE, **options, **changes})
+    form = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = form(**{**_BASE, **options, **changes})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
