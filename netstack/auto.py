@@ -153,9 +153,7 @@ def _not_within(beyond: list[str]) -> str:
 
 
 def _named(text: str) -> str:
-    """Return the named RDMA device. Raises ImportError if there is none; so do the next two if this side lacks a
-    transport.
-    """
+    """Return the named RDMA device. Raises ImportError if none is named."""
     device = rdma_device(text)
     if not device:
         raise ImportError(f"{NAMED_BY} names no device here")

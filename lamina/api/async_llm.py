@@ -21,6 +21,7 @@ from lamina.request import RequestOutput, SamplingParams
 from lamina.scheduler.sessions.cache_options import CacheOptions
 
 from .frontend import Frontend, Prompt, priority_list, prompt_list
+from .keyword_errors import keyword_errors
 
 INLINE_CHARS = 512  # shorter text is tokenized at once: switching threads would take longer
 
@@ -41,7 +42,8 @@ class AsyncLLM:
 
     def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
         """``model``, ``tokenizer`` and ``options`` are those of ``LLM``. ``progress`` shows the start on a terminal."""
-        front = self.front = Frontend(model, tokenizer, progress, options)
+        with keyword_errors():
+            front = self.front = Frontend(model, tokenizer, progress, options)
         if front.tokenizer is not None:
             token_ids(front.tokenizer, "")  # initializes it: from now on several threads use it
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")

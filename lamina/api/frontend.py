@@ -36,6 +36,7 @@ from lamina.protocol.control import Vocabulary
 from lamina.request import Metric, SamplingParams
 from lamina.utils.progress import start_progress
 
+from .keyword_errors import keyword_text
 from .vllm_compat import PASTED, translate_vllm_options
 
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's names
@@ -180,7 +181,7 @@ def our_option_names(options: Mapping[str, Any]) -> dict[str, Any]:
     if both := next((name for name in replacements if name in given), None):
         raise ValueError(f"{' '.join(pasted)} and {both} say the same: leave one out")
     for line in lines:
-        logger.warning(line)
+        logger.warning(keyword_text(line))
     dtype = given.get("dtype")
     by_dtype = {"dtype": _DTYPES[dtype]} if isinstance(dtype, str) and dtype in _DTYPES else {}
     return {**given, **replacements, **by_dtype}

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn
 
@@ -27,6 +27,7 @@ from lamina.scheduler.sessions.token_ranges import parse_ranges
 from lamina.utils.progress import counted
 
 from .frontend import Frontend, Prompt, conversation_list, metrics_of, params_list, priority_list, prompt_list
+from .keyword_errors import keyword_errors
 
 Conversation = Sequence[dict[str, Any]]
 
@@ -47,6 +48,7 @@ class LLM:
     """
 
     engine_class: ClassVar[type[Engine]] = Engine
+    names_flags: ClassVar[bool] = False  # whether errors of a start name flags, or keywords
 
     def __init__(
         self,
@@ -67,7 +69,8 @@ class LLM:
         """
         memory = parse_size(template_memory, "template_memory")
         self.renderer = ChatRenderer(TemplateLimits(timeout_s=template_timeout_s, memory=memory))
-        self.front = Frontend(model, tokenizer, progress, options, self.engine_class)
+        with nullcontext() if self.names_flags else keyword_errors():
+            self.front = Frontend(model, tokenizer, progress, options, self.engine_class)
         self.pools, self.engine = self.front.pools, self.front.engine
         self._using = threading.Lock()
         # Collectors of streams that the garbage collector has freed, on any thread.
@@ -338,6 +341,12 @@ class LLM:
     def _check_open(self) -> None:
         if self.pools.is_closed:
             raise ValueError("this LLM is closed: create a new one")
+
+
+class CommandLLM(LLM):
+    """The LLM of a command: errors of its start name flags."""
+
+    names_flags = True
 
 
 def _close(pools: WorkerExecutor, renderer: ChatRenderer) -> None:

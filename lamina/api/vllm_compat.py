@@ -63,7 +63,7 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "code_revision": (("main",), _OF_MODEL),
     "tokenizer_revision": (("main",), "give a directory as --tokenizer"),
     "pipeline_parallel_size": (
-        (1,), "--pipeline n rotates n batches over n - 1 replicas; layers are not shared out"
+        (1,), "--pipeline n rotates n batches over n - 1 replicas; layers are not divided"
     ),
     "data_parallel_size": ((1,), _WORKERS),
     "api_server_count": ((1,), _WORKERS),
@@ -107,7 +107,7 @@ PASTED: Collection[str] = (*_SAME, *_NOTHING, *_INSTEAD, _GPU[0])
 
 
 def translate_vllm_options(pasted: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return ``pasted`` by their names here, and a line for each option that means nothing here and is left out.
+    """Return ``pasted`` by their names here, and a line for each option that means nothing here and is ignored.
     ``options``: our options that are given with them. Raises ValueError, with a replacement, for an option that has no
     counterpart and requests something.
     """
@@ -121,9 +121,9 @@ def translate_vllm_options(pasted: Mapping[str, Any], options: Mapping[str, Any]
             here, changed = _SAME[name]
             replacements[here] = changed(value)
         elif name in nothing:
-            lines.append(f"{_flag(name)} is left out: {nothing[name]}")
+            lines.append(f"{_flag(name)} is ignored: {nothing[name]}")
         elif str(value) not in map(str, _INSTEAD.get(name, ((), ""))[0]):
-            raise ValueError(f"{_flag(name)} is not here: {replacement_of(name)}")
+            raise ValueError(f"{_flag(name)} is not supported: {replacement_of(name)}")
     return replacements, lines
 
 

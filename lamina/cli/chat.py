@@ -53,10 +53,18 @@ def add_arguments(parser: Parser) -> None:
         "model", metavar="MODEL|URL", help="a directory, a GGUF file or a hub id, or a server: http://127.0.0.1:8000"
     )
     parser.add_argument("--system", default="", help="the system prompt (default: none)")
-    parser.add_argument("--api-key", default="", help="the key of a server at URL; better LAMINA_API_KEY")
+    parser.add_argument(
+        "--api-key",
+        default="",
+        help="the API key of a server at URL; default: LAMINA_API_KEY, which other users cannot see",
+    )
     parser.add_argument("--temperature", type=float, help="0 = greedy (default: the model's)")
-    parser.add_argument("--top-p", type=float, help="draw from the likeliest up to this mass (default: the model's)")
-    parser.add_argument("--max-tokens", type=int, help="tokens of an answer at most (default: no limit)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        help="sample from the most likely tokens up to this total probability (default: the model's)",
+    )
+    parser.add_argument("--max-tokens", type=int, help="the most tokens of an answer (default: no limit)")
     add_config_flag(parser)
     add_engine_flags(parser)
 
@@ -202,9 +210,9 @@ def _engine(model: str, config: EngineConfig, sampling: dict[str, float | int]) 
     tokenizer = check_prompts(model, config, [], stated_limit(model, config))
     if not tokenizer.chat_template:
         raise ValueError(f"{model} has no chat template: complete prompts with `lamina-launch generate`")
-    from lamina.api.llm import LLM
+    from lamina.api.llm import CommandLLM
 
-    with LLM(model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **flat_options(config)) as llm:
+    with CommandLLM(model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **flat_options(config)) as llm:
         params = llm.get_default_sampling_params()
         params.max_tokens = None
         for name, value in sampling.items():

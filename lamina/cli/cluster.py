@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{k}: {v}" for k, v in ACTIONS.items()))
     parser.add_argument(
-        "target", help="a .yaml of hosts (examples/h100_h20.yaml), or auto or HOST:PORT of a Ray cluster that runs"
+        "target", help="a YAML file of hosts (examples/h100_h20.yaml), or auto or HOST:PORT for a running Ray cluster"
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be started where, and exit")
 

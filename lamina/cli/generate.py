@@ -31,15 +31,15 @@ ABOUT_DEFAULTS = (
 )
 SAMPLING = {  # of SamplingParams
     "n": "completions of each prompt",
-    "max_tokens": "tokens of a completion at most",
+    "max_tokens": "the most tokens of a completion",
     "temperature": "0 = greedy",
-    "top_p": "draw from the likeliest up to this mass",
-    "top_k": "draw from this many tokens; 0 = all",
-    "min_p": "draw from tokens with this share of the likeliest one's probability",
-    "presence_penalty": "off the logit of every token that the completion has",
-    "frequency_penalty": "off the logit for each time that the completion has the token",
-    "repetition_penalty": "divides the logits of tokens that prompt or completion have",
-    "min_tokens": "no stop token before this many",
+    "top_p": "sample from the most likely tokens up to this total probability",
+    "top_k": "sample from this many most likely tokens; 0 = all",
+    "min_p": "sample from tokens with at least this share of the highest probability",
+    "presence_penalty": "subtracted from the logit of each token in the completion",
+    "frequency_penalty": "subtracted from a token's logit for each time that the completion has it",
+    "repetition_penalty": "divides the logits of tokens in the prompt or the completion",
+    "min_tokens": "the fewest tokens before a stop token may end the text",
     "logprobs": "alternatives to report for each token, with --json",
 }
 _FLAGS = {name: flag_name(name) for name in (*SAMPLING, "stop", "structured_outputs")} | {"seed": "--sampling-seed"}
@@ -50,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("model", help="a directory, a GGUF file or a hub id")
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
-    parser.add_argument("--prompt-file", help="a file with one prompt a line; - for standard input")
+    parser.add_argument("--prompt-file", help="a file with one prompt per line; - for standard input")
     parser.add_argument("--json", action="store_true", help="one JSON line for each prompt, once it is finished")
     group = parser.add_argument_group("sampling", ABOUT_DEFAULTS)
     for name, help in SAMPLING.items():
@@ -60,13 +60,15 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--stop", action="append", default=[], help="a string that ends the text; may be given several times"
     )
-    group.add_argument("--ignore-eos", action="store_true", help="the end-of-text token ends nothing")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-text token")
     group.add_argument(
         "--structured-outputs", default="", metavar="JSON",
         help='the structure of the text, as {"json": SCHEMA}, {"regex": ...}, {"choice": [...]} or {"grammar": ...}; '
         "@FILE reads it from a file",
     )  # fmt: skip
-    group.add_argument("--sampling-seed", type=int, default=None, help="of every prompt; default: drawn from --seed")
+    group.add_argument(
+        "--sampling-seed", type=int, default=None, help="seed of every prompt; default: derived from --seed"
+    )
     add_config_flag(parser)
     add_engine_flags(parser)
 
@@ -87,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
         return _dry_run(args.model, config, prompts, params.max_tokens)
     check_gpus(config)
     tokenizer = _tokenizer(args.model, config, prompts, params.max_tokens)
-    from lamina.api.llm import LLM
+    from lamina.api.llm import CommandLLM
 
-    with LLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **flat_options(config)) as llm:
+    with CommandLLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **flat_options(config)) as llm:
         text = _Text(live=len(prompts) * params.n == 1)
         show = _print_json if args.json else text
         try:

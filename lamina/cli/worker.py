@@ -21,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--driver",
         required=True,
         metavar="NAME@HOST:PORT",
-        help="the driver, as its printed command has it",
+        help="the driver, as in the command that it prints",
     )
     parser.add_argument(
         "--host",
         default="",
-        help="IP of this host where the worker listens; default: that by which it gets to the driver",
+        help="IP address of this host at which the worker listens; default: the one from which it reaches the driver",
     )
     parser.add_argument(
         "--wait-s", type=float, default=WAIT_S, help=f"seconds for the driver to come up (default: {WAIT_S:g})"

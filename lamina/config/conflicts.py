@@ -293,7 +293,9 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--gemm native", "--compute-device cuda"): "it computes on CPUs",
     ("--pipeline auto", "--pipeline 2 or more"): "it chooses the number of batches, of which auto:N sets the most",
     ("--tensor-parallel-size 2 or more", "--memory-workers 1"): "each rank has memory workers of its own",
-    ("--tensor-parallel-size 2 or more with --prefill-workers", "--deterministic"): "sums over ranks have other bits",
+    ("--tensor-parallel-size 2 or more with --prefill-workers", "--deterministic"): (
+        "sums over ranks are rounded differently"
+    ),
     ("--tensor-parallel-size 2 or more", "--compute-device cuda:N"): "each rank takes a GPU of its own",
     **{
         (joining, "--transport gin"): "all its channels are made at the start, and no worker joins later"
@@ -329,7 +331,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--launcher ray", "--memory-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
     ("--launcher ray", "--memory-addresses"): "Ray gives the hosts' addresses",
     ("--launcher ray", "--cores"): "Ray gives workers their cores",
-    ("--launcher static", "--cores"): "it names cores of this host: start the workers under taskset instead",
+    ("--launcher static", "--cores"): "it names cores of this host; start the workers under taskset",
     **{
         ("--transport loopback", launcher): "it connects threads of one process, and these workers are elsewhere"
         for launcher in ("--launcher ray", "--launcher static")
@@ -343,19 +345,19 @@ CONFLICTS: dict[tuple[str, str], str] = {
     **{
         (HYBRID_MODEL, other): why
         for other, why in {
-            "--partition token": "states are whole",
-            "--partition spill": "states are whole",
-            "--kv-parity 1": "states are not summed",
-            "--kv-sparsity evict": "states keep all tokens",
-            "--kv-sparsity select": "states keep all tokens",
-            "--context-overflow truncate": "states keep all tokens",
-            "--prefill-pipeline": "one prefill worker has all states",
-            "--tensor-parallel-size 2 or more with --prefill-workers": "ranks divide states",
-            "--memory-device cuda": "states are computed on CPUs",
-            "--preemption-mode swap": "states are not swapped",
-            "--decode-only": "without a prompt there are no states",
-            "--lending borrow.max": "states cannot be lent",
-            "--lending lend.share": "states cannot be lent",
+            "--partition token": "recurrent states cannot be divided by tokens",
+            "--partition spill": "recurrent states cannot be divided by tokens",
+            "--kv-parity 1": "parity does not cover recurrent states",
+            "--kv-sparsity evict": "recurrent states cannot leave out tokens",
+            "--kv-sparsity select": "recurrent states cannot leave out tokens",
+            "--context-overflow truncate": "recurrent states cannot leave out tokens",
+            "--prefill-pipeline": "one prefill worker has all recurrent states",
+            "--tensor-parallel-size 2 or more with --prefill-workers": "ranks divide recurrent states",
+            "--memory-device cuda": "recurrent states are computed on CPUs",
+            "--preemption-mode swap": "recurrent states are not swapped",
+            "--decode-only": "without a prompt there are no recurrent states",
+            "--lending borrow.max": "recurrent states cannot be lent",
+            "--lending lend.share": "recurrent states cannot be lent",
         }.items()
     },
     (SCALE, "--lending borrow.max"): "loans add and remove memory workers",
@@ -440,8 +442,8 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     (PREFILL_POLICY, ("--prefill-workers",)): "it chooses one of them",
     (OVERLOAD, (SLO_TTFT, SLO_TBT)): "it says when the load counts for these limits",
     (SESSION_FILE, ("--kv-offload dir=",)): "the session's KV is there",
-    (SSL_KEYFILE, (SSL_CERTFILE,)): "HTTPS takes both",
-    (SSL_CERTFILE, (SSL_KEYFILE,)): "HTTPS takes both",
+    (SSL_KEYFILE, (SSL_CERTFILE,)): "HTTPS needs a certificate and its key",
+    (SSL_CERTFILE, (SSL_KEYFILE,)): "HTTPS needs a certificate and its key",
     ("bench serve --dataset-name", ("bench serve --dataset-path",)): "prompts of that kind are read from a file",
     ("explain --kv-cache-memory-bytes", ("--kv-sparsity evict",)): "layers that keep all KV and others share it",
     ("generate --logprobs", ("generate --json",)): "only JSON lines show them",
@@ -480,13 +482,14 @@ def conflicts_of(name: str, config: EngineConfig) -> Iterator[str]:
 
 def conflict_text(name: str, other: str) -> str:
     """Return the line that refuses two settings. Raises KeyError if they go together."""
-    return f"{_as_typed(name)} does not go with {_as_typed(other)}: {CONFLICTS[name, other]}: leave one out"
+    return f"{_as_typed(name)} does not go with {_as_typed(other)}, because {CONFLICTS[name, other]}: leave one out"
 
 
 def need_text(name: str, needed: Collection[str]) -> str:
     """Return the line that refuses ``name`` without one of ``needed``. Raises KeyError if it needs none."""
-    others = " or ".join(map(_as_typed, needed))
-    return f"{_as_typed(name)} needs {others}: {NEEDS[name, tuple(needed)]}: start with that, or leave it out"
+    typed, others = _as_typed(name), " or ".join(map(_as_typed, needed))
+    fix = f"add it, or leave out {typed}" if typed.startswith("--") or " " not in typed else "add it"
+    return f"{typed} needs {others}, because {NEEDS[name, tuple(needed)]}: {fix}"
 
 
 def _as_typed(name: str) -> str:

@@ -19,13 +19,11 @@ class OverflowOptions(Options, frozen=True, kw_only=True):
     context_overflow: Annotated[
         str,
         Choices(OVERFLOWS),
-        "a prompt that is longer than the context: refuse it, or truncate it, which discards a part after its "
-        "beginning; a session keeps the rest of its KV, which moves",
+        "what happens to a prompt that is longer than the context: refuse, or truncate, which discards a part after "
+        "its beginning; a session keeps the rest of its KV",
     ] = "refuse"
-    truncate_ratio: Annotated[float, Meta(gt=0.0, lt=0.75), "part of the context that is discarded at once"] = 0.5
-    keep_first: Annotated[int, Meta(ge=0), "tokens at the beginning that are never discarded, whole pages of 128"] = (
-        PAGE_TOKENS
-    )
+    truncate_ratio: Annotated[float, Meta(gt=0.0, lt=0.75), "part of the context that is discarded each time"] = 0.5
+    keep_first: Annotated[int, Meta(ge=0), "first tokens that are never discarded, a multiple of 128"] = PAGE_TOKENS
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -69,32 +69,32 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         str,
         Choices(DTYPES),
         ParsedBy(strip_torch_prefix),
-        "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16",
+        "type of weights, KV cache and messages: auto (as stored), float32, bfloat16, float16",
     ] = "auto"
     max_model_len: Annotated[int, Meta(ge=0), "tokens of a sequence, prompt included; 0 = the model's own limit"] = 0
     trust_remote_code: Annotated[bool, "run Python code that ships with the model"] = False
     allow_unused_weights: Annotated[
-        bool, "start although the files have weights that the model does not use; they are left out"
+        bool, "start even if the files have weights that the model does not use; these are ignored"
     ] = False
     hf_overrides: Annotated[
         str,
         ParsedBy(parse_object),
-        "JSON of entries that replace those of config.json, as in vLLM, such as rope_parameters; those of a nested "
-        "configuration, such as text_config, replace single entries of it",
+        "JSON with entries that replace those of config.json, as in vLLM, such as rope_parameters. In a nested "
+        "configuration, such as text_config, other entries stay",
     ] = ""
     quantization: Annotated[
         str,
         ParsedBy(parse_optional),
-        "int8 or int4: linear layers of a checkpoint of floats are rounded while it is loaded (lm_head: int8). A "
-        "quantised checkpoint's format is known by itself, and may be named as in vLLM, such as awq",
+        "int8 or int4: round linear layers of a float checkpoint while loading (lm_head: int8). The format of a "
+        "quantised checkpoint is found without this flag; vLLM's name of it, such as awq, is accepted",
     ] = ""
     deterministic: Annotated[
         bool,
-        "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
+        "make results independent of other requests in the batch, except for rounding after a preemption; slower",
     ] = False
     gemm: Annotated[str, "operators of the compute workers: native, torch, or auto (the first that works)"] = "auto"
     cuda_graphs: Annotated[
-        bool, "on GPUs, slices of up to 256 rows, and memory workers' rounds of decoding, run as CUDA graphs"
+        bool, "on GPUs, run slices of up to 256 rows, and memory workers' decode steps, as CUDA graphs"
     ] = True
 
     def __post_init__(self) -> None:
@@ -116,10 +116,12 @@ class KVOptions(SparsityOptions, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         str,
         Choices(KV_CACHE_DTYPES),
-        "of stored K and V: auto (as --dtype), or 8 bits with a scale for each token and head: int8, fp8 (E4M3)",
+        "type of stored K and V: auto (as --dtype), or 8 bits with a scale for each token and head: int8, fp8 (E4M3)",
     ] = "auto"
     block_size: Annotated[int, Meta(ge=1), "tokens in a KV block"] = 32
-    overlap: Annotated[bool, "memory workers attend stored tokens on Q alone, while K and V are still projected"] = True
+    overlap: Annotated[
+        bool, "memory workers attend stored tokens as soon as they have Q, while K and V of new tokens are computed"
+    ] = True
     attention: Annotated[
         str, "attention of the memory workers: native, numba, reference, or auto (the first that works)"
     ] = "auto"
@@ -132,8 +134,7 @@ class KVOptions(SparsityOptions, frozen=True, kw_only=True):
     ] = 0.0
     zero_on_free: Annotated[
         bool,
-        "write zeros over K and V when their blocks in the pool become free; copies in messages' buffers and in heaps "
-        "stay",
+        "overwrite freed KV blocks with zeros; copies in message buffers and in heaps stay",
     ] = False
 
     def __post_init__(self) -> None:
@@ -148,7 +149,7 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
 
     max_num_seqs: Annotated[int, Meta(ge=1), "sequences that decode at once"] = 64
     prefill_chunk: Annotated[
-        int, Meta(ge=1), "prompt tokens in a step at most; other requests decode between chunks"
+        int, Meta(ge=1), "the most prompt tokens in a step; other requests decode between these chunks"
     ] = 512
     enable_prefix_caching: Annotated[
         bool | None,
@@ -158,17 +159,17 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
     preemption_mode: Annotated[
         str,
         Choices(PREEMPTION_MODES),
-        "KV of a sequence that gives its blocks to others: computed again (recompute), or kept in "
-        "--kv-offloading-size or --kv-offload dir= (swap). auto = the way that takes less time, as measured, or with "
-        "--deterministic swap, where there is such a place",
+        "what happens to the KV of a preempted sequence: recompute, or swap (saved to --kv-offloading-size or "
+        "--kv-offload dir=, and loaded). auto = what takes less time, as measured; with --deterministic swap, if "
+        "there is storage",
     ] = "auto"
     scheduling_policy: Annotated[
         str,
         Choices(SCHEDULING_POLICIES),
-        "which request comes first: fcfs, by arrival; priority, by the number that requests name, a lower one first, "
-        "then by arrival. Any client may name a number: priority is for servers whose clients trust each other",
+        "which request comes first: fcfs, by arrival; priority, by the field `priority` of requests, lower ones "
+        "first, then by arrival. Any client may set it, so use priority only if clients trust each other",
     ] = "fcfs"
-    seed: Annotated[int, Meta(ge=0), "seeds of requests that name none follow from this one"] = 0
+    seed: Annotated[int, Meta(ge=0), "seed from which requests without a seed get theirs"] = 0
 
     @property
     def max_rows(self) -> int:
@@ -181,8 +182,8 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
 
     compute_device: Annotated[
         str,
-        "device of compute and prefill workers: cpu, cuda (a GPU for each, in turn), cuda:N, or auto (cuda where "
-        "torch has it). The default is not auto while GPUs are not yet measured",
+        "device of compute and prefill workers: cpu, cuda (a GPU for each, in turn), cuda:N, or auto (cuda if torch "
+        "finds a GPU). The default is cpu until GPUs have been measured",
     ] = "cpu"
     memory_device: Annotated[str, "the same for memory workers; the KV cache is in the memory of this device"] = "cpu"
     memory_sms: Annotated[
@@ -192,8 +193,8 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
     ] = 0
     rdma_device: Annotated[
         str,
-        "with --transport verbs, mlx5 or auto: the RDMA device of each worker, NAME, NAME:PORT or NAME:PORT:GID_INDEX; "
-        "empty = on each host the one of its LAMINA_RDMA_DEVICE, else the nearest",
+        "with --transport verbs, mlx5 or auto: the RDMA device of each worker, NAME, NAME:PORT or "
+        "NAME:PORT:GID_INDEX; empty = LAMINA_RDMA_DEVICE of each host, else the nearest device",
     ] = ""
     kv_memory: Annotated[
         str, ParsedBy(check_size), "memory for KV blocks on each memory worker, such as 512MiB or 4GiB"
@@ -237,11 +238,13 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
 
     transport: Annotated[
         str,
-        "transport between the pools: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5, gin. "
-        "Empty = shm, or loopback if all workers compute on one GPU, or auto over Ray",
+        "transport between compute and memory workers: shm, tcp, loopback (all in one process), auto, cuda, verbs, "
+        "mlx5, gin. Empty = shm, loopback if all workers compute on one GPU, or auto on other hosts",
     ] = ""
     memory_addresses: Annotated[
-        tuple[str, ...], ParsedBy(parse_list), "where memory workers listen, one each, by comma; empty = any free place"
+        tuple[str, ...],
+        ParsedBy(parse_list),
+        "addresses at which memory workers listen, one for each, separated by commas; empty = any free ones",
     ] = ()
     launcher: Annotated[
         str,
@@ -252,16 +255,15 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     ray_address: Annotated[
         str,
         "start workers through Ray: auto (this host's cluster), HOST:PORT, or the YAML of `lamina-launch cluster`, "
-        "which may have placement. With --launcher static: the YAML of the hosts that get workers. Empty = on this "
-        "machine, or on the hosts where people run the commands",
+        "which may have placement. With --launcher static: the YAML of the workers' hosts. Empty = start them on "
+        "this host, or where you run the printed commands",
     ] = ""
-    ray_wait_s: Annotated[
-        float, "over Ray: seconds to wait for hosts that the cluster has not yet, which its autoscaler may start"
-    ] = 0.0
+    ray_wait_s: Annotated[float, "over Ray: seconds to wait for hosts that its autoscaler may start"] = 0.0
     driver_address: Annotated[
         str,
-        "with --launcher static: where workers come to this process; port 0 = any free one. NAME tells it from others "
-        "with the same key; without it each start has a new name, which the printed commands have",
+        "with --launcher static: the address to which workers connect; port 0 = any free one. NAME distinguishes "
+        "this engine from others with the same key; without it each start makes a new name, which the printed "
+        "commands contain",
     ] = "127.0.0.1:0"
     driver_name: Annotated[str, "the name before @"] = ""
     hosts: Annotated[str, "the YAML of --cluster, with --launcher static"] = ""
@@ -275,8 +277,8 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     max_recoveries: Annotated[
         int,
         Meta(ge=0),
-        "recoveries in ten minutes, with --launcher local or ray: a lost worker is replaced, and all requests go on; "
-        "one recovery more ends the run. 0 = the first loss ends it",
+        "the most recoveries in ten minutes, with --launcher local or ray: a lost worker is replaced, and all "
+        "requests continue. One more ends the run; 0 = the first loss ends it",
     ] = 5
     spare_compute: Annotated[
         int,
@@ -285,23 +287,23 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         "one; a multiple of --tensor-parallel-size",
     ] = 0
     spare_memory: Annotated[
-        int, Meta(ge=0), "the same for memory workers; each has taken --kv-cache-memory-bytes before it takes a place"
+        int, Meta(ge=0), "the same for memory workers; each takes --kv-cache-memory-bytes even while it is a spare"
     ] = 0
     ledger: Annotated[str, "the ledger of lenders, HOST:PORT of `lamina-launch ledger serve`"] = ""
     borrow_wait_s: Annotated[
         float, Meta(gt=0.0), "seconds that a request waits for memory to borrow; then it fails"
     ] = 60.0
-    lend_address: Annotated[str, "the address to which borrowers come, HOST:PORT; port 0 = any free one"] = (
+    lend_address: Annotated[str, "the address to which borrowers connect, HOST:PORT; port 0 = any free one"] = (
         "127.0.0.1:0"
     )
     lend_gbps: Annotated[
         float,
         Meta(ge=0.0),
-        "no new loan while borrowers read more than so many gigabits of K and V here in a second; 0 = no limit",
+        "make no new loan while borrowers read more than this many gigabits of K and V per second here; 0 = no limit",
     ] = 0.0
-    lending_place: Annotated[str, "of this engine, such as zone/rack/host: the nearest lend first; empty: its host"] = (
-        ""
-    )
+    lending_place: Annotated[
+        str, "place of this engine, such as zone/rack/host, so that the nearest lend first; empty = its host"
+    ] = ""
     trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
         ""
     )

@@ -1,8 +1,8 @@
 """The command-line spelling of an option: a flag of its own, or a key of a flag that sets several options.
 
 ``GROUPS`` is the one place that knows which. Options keep their names in ``LLM`` and in ``EngineConfig``. One grammar
-holds for all groups: KEY=VALUE by commas, after a mode and a colon where the flag has modes. Within a value, a comma
-is written ``\\,`` and a backslash ``\\\\``.
+holds for all groups: KEY=VALUE, separated by commas, after a mode and a colon where the flag has modes. Within a value,
+a comma is written ``\\,`` and a backslash ``\\\\``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ERROR_BUDGET = "top1=0.1,kl=0.1,shadow=0.05"  # what `default` means, as text of
 
 @dataclass(frozen=True, kw_only=True)
 class FlagGroup:
-    """A flag that sets several options: KEY=VALUE by commas."""
+    """A flag that sets several options: KEY=VALUE separated by commas."""
 
     flag: str
     form: str  # the value, as --help shows it
@@ -248,7 +248,7 @@ def split_pairs(text: str, where: str, known: Collection[str]) -> dict[str, str]
         key, equals, value = part.partition("=")
         name = key.strip().replace("_", "-")
         if not name:
-            raise ValueError(f"{where}{text}: a key is missing: write KEY=VALUE, by commas; {keys}")
+            raise ValueError(f"{where}{text}: a key is missing: write KEY=VALUE, separated by commas; {keys}")
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? {keys}" if near else f"{keys} (a comma of a value is written \\,)"
@@ -370,7 +370,7 @@ GROUPS: tuple[FlagGroup, ...] = (
     FlagGroup(
         flag="--kv-offload",
         form="KEY=VALUE,...",
-        help="where the KV of finished requests is kept besides, for prompts that begin like them",
+        help="where the KV of finished requests is kept beyond the pool, for later prompts that begin alike",
         keys={
             "dir": "kv_store_dir",
             "size": "kv_store_size",

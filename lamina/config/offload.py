@@ -18,19 +18,19 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
     kv_offloading_size: Annotated[
         str,
         ParsedBy(check_size),
-        "host memory of all memory workers together for the KV of finished requests, such as 4GiB. With --kv-offload "
-        "dir= it is in front of the disk; empty = none",
+        "host memory of all memory workers together for the KV of finished requests, such as 4GiB. With "
+        "--kv-offload dir= pages go here first, then to disk; empty = none",
     ] = ""
     kv_store_dir: Annotated[
-        str, "directory in which memory workers keep the KV of finished requests, also for later starts; empty = none"
+        str, "directory in which memory workers keep the KV of finished requests, even for later starts; empty = none"
     ] = ""
     kv_key_file: Annotated[
-        str, "file with the secret of the directory, 64 hexadecimal digits; empty = one that is made in it"
+        str, "file with the secret of the directory, 64 hexadecimal digits; empty = a file `secret` in it"
     ] = ""
     kv_store_size: Annotated[str, ParsedBy(check_size), "the most bytes in the directory, such as 100GiB"] = STORE_SIZE
     kv_store_ttl: Annotated[
         str,
-        "how long the directory keeps unused pages, such as 12h or 7d; empty = until others need the room",
+        "how long unused pages are kept, such as 12h or 7d; empty = until others need the space",
     ] = ""
     kv_eviction_policy: Annotated[
         str,
@@ -41,12 +41,12 @@ class OffloadOptions(Options, frozen=True, kw_only=True):
     kv_load_failure_policy: Annotated[
         str,
         Choices(LOAD_FAILURE_POLICIES),
-        "a request whose KV cannot be loaded: compute its KV anew (recompute), or end it with an error (fail)",
+        "what happens if KV cannot be loaded: recompute it, or fail the request",
     ] = "recompute"
     decode_only: Annotated[
         bool,
-        "give every prompt K and V of zeros, and compute its last token alone. It measures decoding without prompts, "
-        "as the paper does; the answers mean nothing",
+        "replace K and V of prompts by zeros, and compute only each prompt's last token. This measures decoding "
+        "without prompts, as the paper does; the answers mean nothing",
     ] = False
 
     def __post_init__(self) -> None:

@@ -138,7 +138,9 @@ def _weight(text: Any) -> float:
         weight = 0.0
     if not 0.0 < weight < float("inf"):
         example = "such as 0.7,0.3, or measured"
-        raise ValueError(f"--memory-weights must be positive numbers by comma, {example}, not {str(text).strip()!r}")
+        raise ValueError(
+            f"--memory-weights must be positive numbers separated by commas, {example}, not {str(text).strip()!r}"
+        )
     return weight
 
 

@@ -22,20 +22,20 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     """The numbers of workers of each kind, and the division of work among them."""
 
     memory_workers: Annotated[
-        int, Meta(ge=1, le=MAX_WORKERS), "memory workers, which share the KV cache and the attention over it"
+        int, Meta(ge=1, le=MAX_WORKERS), "number of memory workers, which divide the KV cache and the attention over it"
     ] = 2
     memory_weights: Annotated[
         tuple[float, ...] | str,
         ParsedBy(parse_weights),
-        "each memory worker's part of the work, such as 0.7,0.3. measured = by how fast each reads its memory, at "
-        "the start and while a server runs; empty = equal parts",
+        "each memory worker's part of the KV cache, such as 0.7,0.3. measured = in proportion to how fast each "
+        "reads its memory, at the start and while a server runs; empty = equal parts",
     ] = ()
     partition: Annotated[
         str,
         Choices(tuple(PARTITIONS)),
-        "how memory workers share the KV cache. head: by KV heads, and by tokens of a head if heads do not divide. "
-        "token: by tokens of every sequence. request: by whole sequences. spill: by whole sequences, except parts that "
-        "do not fit",
+        "how memory workers divide the KV cache. head: by KV heads, and by tokens of a head if the heads do not "
+        "divide evenly. token: by tokens of every sequence. request: by whole sequences. spill: by whole sequences, "
+        "except parts that do not fit",
     ] = "head"
     kv_parity: Annotated[
         int,
@@ -45,44 +45,45 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     ] = 0
     pipeline: Annotated[
         int | str,
-        "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 replicas",
+        "batches that take turns: while memory workers attend for one, compute workers run slices of others; n > 2 "
+        "batches rotate over n - 1 replicas",
     ] = 1
     plan: Annotated[
         str,
-        "auto:n = measure both pools and their link at the start, and choose up to n batches on n - 1 replicas, with "
-        "--memory-weights measured. auto = auto:2; empty = as the options say",
+        "auto:n = measure slices, attention and messages at the start, and choose up to n batches on n - 1 "
+        "replicas, with --memory-weights measured. auto = auto:2; empty = as `pipeline` says",
     ] = ""
     tensor_parallel_size: Annotated[
         int,
         Meta(ge=1),
-        "compute workers that share the weights of a replica, a part each; must divide the memory workers",
+        "ranks: compute workers that divide the weights of a replica; must divide --memory-workers",
     ] = 1
     collective: Annotated[
         str,
         Choices(COLLECTIVES),
-        "all-reduce of these ranks. mesh: through the hosts, over --transport. nccl: from GPU to GPU. auto: nccl if "
-        "each rank has a GPU of one host to itself, else mesh",
+        "how ranks add up their results. mesh: through host memory, over --transport. nccl: from GPU to GPU. auto: "
+        "nccl if each rank has a GPU of one host to itself, else mesh",
     ] = "auto"
     prefill_workers: Annotated[
         int,
         Meta(ge=0, le=MAX_WORKERS),
-        "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them",
+        "workers that only compute prompts, so that prompts do not slow decoding; 0 = compute workers compute prompts",
     ] = 0
     prefill_pipeline: Annotated[
         int,
         Meta(ge=1, le=MAX_WORKERS),
-        "prefill workers that compute a prompt together: each has a run of the model's layers, and chunks go from one "
+        "prefill workers that compute a prompt together: each has some consecutive layers, and chunks go from one "
         "to the next; must divide --prefill-workers",
     ] = 1
     borrow: Annotated[
         str,
-        "the most KV memory to borrow from other deployments while there is too little here, such as 8GiB, with "
+        "the most KV memory to borrow from other deployments when there is too little here, such as 8GiB, with "
         "--partition spill",
     ] = ""
     lend: Annotated[
         float,
         Meta(ge=0.0, le=0.9),
-        "the part of --kv-cache-memory-bytes that other deployments may have while it is not needed here, such as "
+        "the part of --kv-cache-memory-bytes that other deployments may borrow while it is not needed here, such as "
         "0.25, with --partition spill",
     ] = 0.0
 

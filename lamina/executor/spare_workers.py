@@ -86,7 +86,7 @@ class SpareWorkers:
         return cohort.prepare_extra(handle)
 
     def _make_ready(self, role: str, number: int, spare: RegisteredWorker) -> None:
-        """Send a spare memory worker the order to take its memory, unless it has it."""
+        """Order a spare memory worker to allocate its memory, unless it has done so."""
         pool = self._pools[number % len(self._pools)] if self._pools and role == "memory" else None
         if pool is not None and self._warned.get(spare) != pool.unconnected:
             self._warned[spare] = pool.unconnected

@@ -93,7 +93,7 @@ class WorkerExecutor:
                 self.workers.start(model)
                 counts = config.topology.num_workers.items()
                 awaited = ", ".join(count_text(count, f"{role} worker") for role, count in counts if count)
-                stage = f"connecting workers: awaits {awaited}"
+                stage = f"connecting workers: waiting for {awaited}"
                 on_progress(stage, 0, 1)
                 self.ready = self.workers.connect()
                 on_progress(stage, 1, 1)

@@ -64,9 +64,10 @@ class DecodePlacement(NamedTuple):
 
 @dataclass
 class PromptRows:
-    """The computation of a sequence's prompt. ``on_prefill_worker``: it is there, else in steps that decode.
-    ``prefers_prefill_worker``: it will be there once all that other sequences compute of it is cached.
-    ``first_chunk_s``: the seconds of its first rows there. ``token_s``: of a row here; 0: unknown.
+    """The place where a sequence's prompt is computed. ``on_prefill_worker``: a prefill worker, not decoding steps.
+    ``prefers_prefill_worker``: one will, once KV that other sequences are computing of this prompt is cached.
+    ``first_chunk_s``: seconds of its first chunk on a prefill worker. ``token_s``: of a row on compute workers; 0:
+    unknown.
     """
 
     on_prefill_worker: bool = False
@@ -79,9 +80,9 @@ class PromptRows:
 class Candidates:
     """The ways in which a waiting sequence may begin, which features fill in.
 
-    ``starts``: the best first. ``may_begin_anew``: it begins without any, where there is no room for these.
-    ``is_settled``: no feature adds starts any more. ``near``: where it begins if there is room; None: anywhere.
-    ``placement``: is there once it begins.
+    ``starts``: KV that it may begin with, the best first. ``may_begin_anew``: it may begin without KV if none of them
+    has room. ``is_settled``: no feature adds starts any more. ``near``: where it begins if there is room; None:
+    anywhere. ``placement``: its place, set when it begins.
     """
 
     sequence: Sequence
@@ -101,11 +102,11 @@ class Candidates:
         return not any(batch.running for batch in self.batches)
 
     def next_chunk_after(self, known: int) -> int:
-        """The number of its tokens in its first chunk, if ``known`` ones are there."""
+        """The number of tokens in the sequence's first chunk, if its first ``known`` tokens have KV."""
         missing, policy = self.sequence.num_tokens_with_placeholders - known, self.chunk_policy
         return policy.next_chunk(missing, policy.chunk, known)
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens that lie in the pool for it."""
+        """The number of the sequence's first tokens whose KV is in the pool."""
         return next((start.length for start in self.starts if start.source is not None), 0)

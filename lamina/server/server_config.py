@@ -28,27 +28,35 @@ class ServerConfig(Options, frozen=True, kw_only=True):
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), "port to listen on; 0 = any free one, which is printed"] = 8000
     uds: Annotated[str, "Unix socket to listen on instead of host and port"] = ""
-    served_model_name: Annotated[str, "names that clients may use for the model, by comma; empty = MODEL as given"] = ""
+    served_model_name: Annotated[
+        str, "names that clients may use for the model, separated by commas; empty = MODEL as given"
+    ] = ""
     tokenizer: Annotated[str, "a path or hub id; empty = the model's own"] = ""
     generation_config: Annotated[
         str,
         "sampling parameters that requests leave out: auto = the model's generation_config.json, none, or a directory",
     ] = "auto"
     api_key: Annotated[
-        str, "keys, by comma, of which requests must bear one, except to /health, /ping and /; better LAMINA_API_KEY"
+        str,
+        "API keys, separated by commas. Every request needs one, except to /health, /ping and /. LAMINA_API_KEY "
+        "sets them out of sight of other users",
     ] = ""
     admin_key: Annotated[
-        str, "the operator's key, which `lamina-launch scale`, `drain` and `cordon` need; better LAMINA_ADMIN_KEY"
+        str,
+        "the key that `lamina-launch scale`, `drain` and `cordon` need. LAMINA_ADMIN_KEY sets it out of sight of "
+        "other users",
     ] = ""
     ssl_keyfile: Annotated[str, "private key for TLS, a PEM file"] = ""
     ssl_certfile: Annotated[str, "certificate for TLS, a PEM file"] = ""
-    allowed_origins: Annotated[str, "origins, by comma, whose pages may call this server from a browser (CORS)"] = ""
-    allowed_hosts: Annotated[str, "names, by comma, by which clients may reach a server without keys; * = any"] = ""
-    max_num_queued_reqs: Annotated[
-        int, Meta(ge=0), "completions that may wait beyond those that decode; above: status 429"
-    ] = 256
+    allowed_origins: Annotated[
+        str, "origins, separated by commas, whose pages may call this server from a browser (CORS)"
+    ] = ""
+    allowed_hosts: Annotated[
+        str, "host names, separated by commas, by which clients may call a server without keys; * = any"
+    ] = ""
+    max_num_queued_reqs: Annotated[int, Meta(ge=0), "the most completions that may wait; others get status 429"] = 256
     max_num_queued_tokens: Annotated[
-        int, Meta(ge=0), "prompt tokens that may wait for their first token; above: status 429"
+        int, Meta(ge=0), "the most prompt tokens that may wait for their first token; other requests get status 429"
     ] = 0
     slo_ttft: Annotated[
         str, "promised time to the first token, such as 2s; a request that would wait longer gets status 429"
@@ -63,7 +71,9 @@ class ServerConfig(Options, frozen=True, kw_only=True):
         str, Choices(POLICIES), f"which of --prefill-workers computes a prompt: {', '.join(POLICIES)} (docs/prefill.md)"
     ] = "auto"
     kvcache_balancing_threshold: Annotated[
-        float, Meta(ge=0), "a prompt's KV comes from another worker that has so many times as much of it"
+        float,
+        Meta(ge=0),
+        "KV of a prompt is transferred from a worker that has more than this many times as much of it",
     ] = 1.5
     max_body: Annotated[str, "size of a request's body"] = "8MiB"
     body_total: Annotated[
@@ -81,24 +91,27 @@ class ServerConfig(Options, frozen=True, kw_only=True):
     max_stop: Annotated[int, Meta(ge=0), "stop strings of a request"] = 16
     max_stop_chars: Annotated[int, Meta(ge=0), "characters of a stop string"] = 256
     enable_force_include_usage: Annotated[
-        bool, "streams always end with usage, also where a request does not ask for it"
+        bool, "streams always end with usage, even if a request does not ask for it"
     ] = False
     enable_prompt_tokens_details: Annotated[
-        bool, "usage always has the number of cached prompt tokens; else only where some were cached"
+        bool, "usage always has the number of cached prompt tokens, even if it is 0"
     ] = False
-    return_tokens_as_token_ids: Annotated[bool, "log-probabilities call a token token_id:5 by default"] = False
-    enable_tokenizer_info_endpoint: Annotated[bool, "GET /tokenizer_info: the tokenizer's configuration"] = False
-    server_dev_mode: Annotated[bool, "POST /reset_prefix_cache, for all clients of this server"] = False
-    enable_request_id_headers: Annotated[bool, "answers bear X-Request-Id, the client's own where it sends one"] = True
+    return_tokens_as_token_ids: Annotated[
+        bool, "log-probabilities name tokens as token_id:5, unless a request says otherwise"
+    ] = False
+    enable_tokenizer_info_endpoint: Annotated[bool, "offer GET /tokenizer_info, the tokenizer's configuration"] = False
+    server_dev_mode: Annotated[bool, "offer POST /reset_prefix_cache to all clients of this server"] = False
+    enable_request_id_headers: Annotated[
+        bool, "answers have the header X-Request-Id, with the client's own id if it sends one"
+    ] = True
     root_path: Annotated[str, "path that a proxy puts before the server's own, such as /llm"] = ""
-    allow_unknown_fields: Annotated[bool, "ignore fields of a body that the server does not know; else status 400"] = (
-        False
-    )
+    allow_unknown_fields: Annotated[bool, "ignore unknown fields of a body, instead of status 400"] = False
     chat_template: Annotated[str, "a file with a chat template (Jinja) in place of the model's own"] = ""
     chat_template_content_format: Annotated[
         str,
         Choices(("auto", "string", "openai")),
-        "what the template gets of a message: string, openai (a list of parts), or auto, the one that it shows",
+        "the form in which the template gets a message's content: string, openai (a list of parts), or auto (found "
+        "from the template)",
     ] = "auto"
     tool_call_parser: Annotated[
         str,
@@ -110,17 +123,17 @@ class ServerConfig(Options, frozen=True, kw_only=True):
         Choices(("", *REASONING_PARSERS)),
         f"the format of reasoning, which becomes a field of its own: {', '.join(REASONING_PARSERS)}",
     ] = ""
-    template_memory: Annotated[str, "memory that the chat template may take for a request; above: status 400"] = (
+    template_memory: Annotated[str, "memory that the chat template may take for a request; beyond it, status 400"] = (
         "256MiB"
     )
     max_logit_bias: Annotated[int, Meta(ge=0), "tokens in logit_bias"] = 300
     header_timeout_s: Annotated[float, Meta(gt=0), "seconds for a connection to send a request's headers"] = 10.0
     body_timeout_s: Annotated[float, Meta(gt=0), "seconds for a request's body to arrive"] = 30.0
     template_timeout_s: Annotated[
-        float, Meta(gt=0), "seconds that the chat template may run for a request; above: status 400"
+        float, Meta(gt=0), "seconds that the chat template may run for a request; beyond them, status 400"
     ] = 5.0
     tokenizer_timeout_s: Annotated[
-        float, Meta(gt=0), "seconds that the tokenizer may take for a request's long texts; above: status 400"
+        float, Meta(gt=0), "seconds that the tokenizer may take for a request's long texts; beyond them, status 400"
     ] = 30.0
     slow_reader_timeout_s: Annotated[
         float, Meta(gt=0), "seconds without any progress after which a slow reader is cut off"
@@ -129,15 +142,19 @@ class ServerConfig(Options, frozen=True, kw_only=True):
         float, Meta(ge=0), "seconds of silence after which a stream gets a comment line; 0 = never"
     ] = 15.0
     shutdown_timeout: Annotated[
-        float, Meta(ge=0), "seconds on SIGTERM or Ctrl-C for requests to finish; a second one ends at once"
+        float,
+        Meta(ge=0),
+        "seconds that requests may take to finish after SIGTERM or Ctrl-C; a second signal ends the server at once",
     ] = 30.0
     health_timeout_s: Annotated[
         float,
         Meta(ge=0),
-        "seconds without progress of a step, or without an answer of an idle worker, until /health says 503",
+        "seconds without progress of a step, or without an answer from an idle worker, after which /health gives 503",
     ] = 4.0
-    journal: Annotated[str, "directory where accepted requests are kept, so that the next server finishes them"] = ""
-    journal_size: Annotated[str, "its size, about; answers go with the oldest half"] = "64MiB"
+    journal: Annotated[str, "directory that records accepted requests, so that the next server can finish them"] = ""
+    journal_size: Annotated[
+        str, "its approximate size; when it is full, the oldest half is deleted, with its answers"
+    ] = "64MiB"
     dashboard: Annotated[bool, "a page at / to chat and to watch both pools; it asks for the API key"] = True
     metrics_compat: Annotated[str, Choices(("", "vllm")), "'vllm' shows metrics under the names of vLLM too"] = ""
     log_json: Annotated[bool, "log lines as JSON"] = False

@@ -48,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-early-q",
         dest="early_q",
         action="store_false",
-        help="order the messages as the captured program has them: Q leaves with K and V",
+        help="keep the captured program's order, in which Q is sent with K and V",
     )
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
     parser.add_argument("--quantization", default="", help=OPTIONS["quantization"].help)
     parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="T", help="of T ranks, what the first one has (1)"
+        "--tensor-parallel-size", type=int, default=1, metavar="T", help="show the part of the first of T ranks (1)"
     )
     group = parser.add_argument_group("KV with --kv-sparsity evict, of sequences of --length tokens")
     group.add_argument("--length", type=int, default=4096, help="stored tokens of each sequence (4096)")
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="kv_memory",
         default="",
         metavar="SIZE",
-        help="of one memory worker: its split, too",
+        help="KV memory of one memory worker: shows also how layers divide it",
     )
     parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be planned")

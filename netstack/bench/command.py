@@ -108,7 +108,7 @@ def cores_of(text: str) -> list[int]:
     if text in ("auto", "none"):
         return own if text == "auto" and len(own) > 1 else []
     if not all(part.isascii() and part.isdigit() for part in text.split(",")):
-        raise ValueError(f"--cores must be auto, none or numbers by comma, not {text!r}")
+        raise ValueError(f"--cores must be auto, none, or numbers separated by commas, not {text!r}")
     cores = [int(part) for part in text.split(",")]
     if strange := set(cores) - set(own):
         raise ValueError(f"--cores: {min(strange)} is not among this process's cores {own}")
@@ -174,7 +174,7 @@ def rates_of(text: str) -> list[float]:
     except ValueError:
         rates = []
     if not rates or not all(0 < rate < 1 << 32 for rate in rates):
-        raise ValueError(f"--rate must be numbers above 0 by comma, not {text!r}")
+        raise ValueError(f"--rate must be numbers above 0, separated by commas, not {text!r}")
     return rates
 
 

@@ -21,7 +21,7 @@ def plugins(variable: str) -> dict[str, str]:
     for entry in filter(None, os.environ.get(variable, "").split(",")):
         name, _, module = entry.partition("=")
         if not name or not all(part.isidentifier() for part in module.split(".")):
-            raise ValueError(f"{variable} must have NAME=MODULE, several by comma, not {entry!r}")
+            raise ValueError(f"{variable} must have NAME=MODULE, several separated by commas, not {entry!r}")
         entries[name] = module
     return entries
 

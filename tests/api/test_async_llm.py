@@ -402,5 +402,5 @@ def test_a_priority_is_taken_where_it_counts(policy: str, make: Callable[..., As
     if policy == "priority":
         assert asyncio.run(last(make(scheduling_policy=policy))) == continuation([5], 3)
     else:
-        with pytest.raises(ValueError, match="^priority needs --scheduling-policy priority: "):
+        with pytest.raises(ValueError, match="^priority needs --scheduling-policy priority, because "):
             asyncio.run(last(make(scheduling_policy=policy)))

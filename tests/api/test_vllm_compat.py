@@ -178,7 +178,7 @@ def test_a_priority_changes_no_token(priority: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_priority_is_refused_where_all_wait_their_turn(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="^priority needs --scheduling-policy priority: "):
+    with pytest.raises(ValueError, match="^priority needs --scheduling-policy priority, because "):
         llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), priority=[0, 2])
     assert not llm.engine.has_work
 

@@ -57,7 +57,7 @@ def test_generate_says_what_it_does_without_flags_and_that_the_api_does_otherwis
         main(["generate", "--help"])
     help = " ".join(capsys.readouterr().out.split())
     assert "0 = greedy (default: 0.0)" in help
-    assert f"at most (default: {DEFAULTS.max_tokens})" in help
+    assert f"the most tokens of a completion (default: {DEFAULTS.max_tokens})" in help
     assert f"SamplingParams draws at temperature {SamplingParams().temperature}" in help
 
 
@@ -194,7 +194,7 @@ def test_a_dry_run_imports_torch_for_a_model_that_is_there_alone(command: list[s
             ["--partition", "spill", "--kv-cache-memory-bytes", "2MiB"],
             "tokens together, not of 2048: raise --kv-cache-memory-bytes, or lower",
         ),
-        (["--prefill-pipeline", "2"], "--prefill-pipeline needs --prefill-workers: it divides"),
+        (["--prefill-pipeline", "2"], "--prefill-pipeline needs --prefill-workers, because it divides"),
     ],
 )
 def test_dry_run_refuses_what_a_start_would(

@@ -25,7 +25,7 @@ HEAD = """# Settings that exclude or need each other
 
 `python tests/config/test_conflicts.py` writes this page from `lamina/config/conflicts.py`. All other pairs work
 together. Numbers must also agree (such as those of `--memory-addresses` and `--memory-workers`), and suit the model
-and the host. `lamina-launch serve MODEL --dry-run` checks your settings; errors have the words of these tables.
+and the host. `lamina-launch serve MODEL --dry-run` checks your settings; errors use the words of these tables.
 If a change while serving is excluded, `lamina-launch scale` restarts the engine, or refuses ([faults.md](faults.md)).
 """
 LINES = {conflict_text(*pair) for pair in CONFLICTS} | {need_text(*need) for need in NEEDS}
@@ -113,8 +113,10 @@ def test_the_table_names_the_attention_backends_of_one_kind_of_device() -> None:
 
 
 def test_a_flag_of_a_sub_command_is_named_as_it_is_typed() -> None:
-    assert conflict_text("drain --host", "drain --memory-worker").startswith("--host does not go with --memory-worker:")
-    assert need_text("kv --tenant", ["kv purge"]).startswith("--tenant needs kv purge: ")
+    assert conflict_text("drain --host", "drain --memory-worker").startswith(
+        "--host does not go with --memory-worker, because"
+    )
+    assert need_text("kv --tenant", ["kv purge"]).startswith("--tenant needs kv purge, because ")
 
 
 def page() -> str:

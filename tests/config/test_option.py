@@ -133,7 +133,7 @@ def test_other_words_for_a_plan_are_refused(plan: str) -> None:
         ),
         (
             {"pipeline": 3, "plan": "auto"},
-            "--pipeline auto does not go with --pipeline 2 or more: it chooses the number of batches",
+            "--pipeline auto does not go with --pipeline 2 or more, because it chooses the number of batches",
         ),
         ({"plan": "auto:2000"}, "--pipeline auto:n must be at most 1025, not 2000"),
     ],

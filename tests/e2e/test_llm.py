@@ -350,7 +350,7 @@ def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str
 def test_a_busy_port_is_named(llama_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"--memory-addresses.*{address}"):
+        with pytest.raises(ValueError, match=f"memory_addresses.*{address}"):
             LLM(str(llama_path), transport="tcp", memory_workers=1, memory_addresses=address)
 
 

@@ -68,9 +68,9 @@ def test_a_stage_that_dies_is_replaced_and_its_prompts_are_computed_anew(stage: 
 
 @pytest.mark.long
 def test_what_cannot_be_is_refused_in_a_line_that_names_the_fix(llama_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--prefill-pipeline 2 does not divide --prefill-workers 3: use 2 or 4"):
+    with pytest.raises(ValueError, match=r"prefill_pipeline=2 does not divide prefill_workers=3: use 2 or 4"):
         LLM(str(llama_path), prefill_workers=3, prefill_pipeline=2)
-    with pytest.raises(ValueError, match="^--prefill-pipeline needs --prefill-workers"):
+    with pytest.raises(ValueError, match="^prefill_pipeline needs prefill_workers"):
         LLM(str(llama_path), prefill_pipeline=2)
-    with pytest.raises(ValueError, match=r"--prefill-pipeline 4: the model has 3 layers of attention"):
+    with pytest.raises(ValueError, match=r"prefill_pipeline=4: the model has 3 layers of attention"):
         LLM(str(llama_path), prefill_workers=4, prefill_pipeline=4, transport="loopback")

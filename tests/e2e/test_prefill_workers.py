@@ -118,5 +118,5 @@ def test_no_room_for_a_prompt_is_told_with_the_flags_that_help(
 ) -> None:
     monkeypatch.setattr("lamina.workers.prefill.main.available_bytes", lambda _: 1000)
     options: dict[str, Any] = {"transport": "loopback", "memory_workers": 1, "memory_addresses": "loopback://here"}
-    with pytest.raises(ValueError, match=r"^a prefill worker takes \d+KiB .* --max-model-len or --prefill-workers$"):
+    with pytest.raises(ValueError, match=r"^a prefill worker takes \d+KiB .* max_model_len or prefill_workers$"):
         LLM(str(llama_path), prefill_workers=1, **options)

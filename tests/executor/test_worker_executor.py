@@ -53,7 +53,7 @@ def test_a_start_says_which_workers_it_awaits_and_that_they_have_come() -> None:
     world, told = World(), list[tuple[str, int, int]]()
     config = make_config({**OPTIONS, "transport": "shm", "start_timeout_s": LIMIT_S, "memory_workers": 2})
     start_executor(world, config, lambda stage, done, total: told.append((stage, done, total)))
-    stage = "connecting workers: awaits 2 memory workers, 2 compute workers, 1 prefill worker"
+    stage = "connecting workers: waiting for 2 memory workers, 2 compute workers, 1 prefill worker"
     assert [each for each in told if each[0].startswith("connecting")] == [(stage, 0, 1), (stage, 1, 1)]
 
 

@@ -165,7 +165,7 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--sizes", "2048MiB"], "1 GiB"),
         (["--count", "0"], "--count"),
         (["--rate", "-1"], "--rate"),
-        (["--rate", "5,many"], "--rate must be numbers above 0 by comma, not '5,many'"),
+        (["--rate", "5,many"], "--rate must be numbers above 0, separated by commas, not '5,many'"),
         (["--window", "1025"], "--window must be 1 to 1024"),
         (["--pattern", "stream", "--window", "64", "--sizes", "32MiB"], "--window 64: messages of 33554432 B"),
         (["--cores", "12345"], "--cores: 12345 is not among"),

@@ -87,7 +87,7 @@ def test_the_conductor_asks_for_the_line_before_a_prompt(
 def test_who_may_not_come_first_is_told_so() -> None:
     """Else any client could have all others wait."""
     engine = make_engine()
-    with pytest.raises(ValueError, match="^priority needs --scheduling-policy priority: .*: start with that"):
+    with pytest.raises(ValueError, match="^priority needs --scheduling-policy priority, because .*: add it"):
         engine.add([1], SamplingParams(max_tokens=3), terms=CacheOptions(priority=-1))
     engine.add([1], SamplingParams(max_tokens=3), terms=CacheOptions(priority=0))
 

@@ -101,7 +101,7 @@ def crash(server: Running, pid: int, process: str) -> None:
 def noises_of(lines: list[Line], workers: dict[str, int]) -> None:
     """Looks for all lines of each worker, and those of the server from before it served."""
     said = [x["message"] for x in lines if x["process"] == "server"]
-    for words in ("is left out: GET /load always counts", "--api-key: other users", "were not written whole", "ending"):
+    for words in ("is ignored: GET /load always counts", "--api-key: other users", "were not written whole", "ending"):
         assert any(words in text for text in said), words
     assert {"server", "engine", "memory", "compute"} <= {x["process"] for x in lines}
     for name, pid in workers.items():

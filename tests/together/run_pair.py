@@ -32,7 +32,7 @@ def run(rows: Sequence[Row], uses: frozenset[str], seed: int = 0) -> Run:
     """Run the requests with the options of ``rows``. ``uses``: what the requests have. ``seed``: of those
     that are sampled. Raises ValueError for options or requests that are refused, and WorkerError.
     """
-    from lamina import LLM
+    from lamina.api.llm import CommandLLM
     from lamina.server.engine_client.reports import state_of
 
     options = merged(rows)
@@ -40,7 +40,7 @@ def run(rows: Sequence[Row], uses: frozenset[str], seed: int = 0) -> Run:
     folder = tempfile.mkdtemp(prefix="together-")
     try:
         options = {name: folder if value == "DIR" else value for name, value in options.items()}
-        with LLM(MODEL, **{**BASE, **options}) as llm:
+        with CommandLLM(MODEL, **{**BASE, **options}) as llm:
             tokens = _requests(llm, uses, seed)
             state = state_of(llm.engine, llm.pools, Counter(s.tier for s in llm.sessions()), 0)
             return Run(tokens, _facts(llm.stats(), state.metrics))

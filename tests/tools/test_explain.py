@@ -161,7 +161,7 @@ def test_kv_that_a_budget_keeps_is_told_by_tier_of_layers(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kv-cache-memory-bytes", "1GB"], "--kv-cache-memory-bytes needs --kv-sparsity evict: "),
+        (["--kv-cache-memory-bytes", "1GB"], "--kv-cache-memory-bytes needs --kv-sparsity evict, because "),
         (["--kv-sparsity", "evict:budget=0"], "--kv-sparsity evict:budget="),
         (["--kv-sparsity", "evict:budget=64"], "--kv-sparsity evict:budget=64 has no room"),
         (

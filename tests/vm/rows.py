@@ -42,7 +42,7 @@ def row(who: Sequence[str], flags: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"append to {RESULTS.relative_to(ROOT)}")
-    parser.add_argument("--who", default=",".join(WHO), help="those whose names contain these, by comma")
+    parser.add_argument("--who", default=",".join(WHO), help="those whose names contain these, separated by commas")
     parser.add_argument("--flags", default="--sizes 8,64,4096,65536 --rounds 3 --count 300 --warm-up 20")
     args = parser.parse_args()
     if lack := missing():

@@ -16,7 +16,7 @@ from lamina.models.cache_name import cache_name
 _OWN = "or use the model's own generate: split.model.generate(...)"
 # Arguments that are refused with every value but None and False.
 _ARGUMENTS = {
-    "inputs_embeds": f"prompts are token ids here: pass input_ids, {_OWN}",
+    "inputs_embeds": f"prompts are token ids: pass input_ids, {_OWN}",
     "assistant_model": "leave it out, greedy tokens are the same without it",
     "custom_generate": f"the loop is Lamina's: pass logits_processor or stopping_criteria, {_OWN}",
     "synced_gpus": "one process decodes here: leave it out",
@@ -25,10 +25,10 @@ _ARGUMENTS = {
 _SETTINGS = {
     "token_healing": "pass split.model.heal_tokens(input_ids, tokenizer) as input_ids",
     "prompt_lookup_num_tokens": "leave it out, greedy tokens are the same without it",
-    "penalty_alpha": f"contrastive search is not here: leave it out, {_OWN}",
-    "dola_layers": f"DoLa is not here: leave it out, {_OWN}",
-    "constraints": f"constrained beams are not here: leave it out, {_OWN}",
-    "force_words_ids": f"constrained beams are not here: leave it out, {_OWN}",
+    "penalty_alpha": f"contrastive search is not supported: leave it out, {_OWN}",
+    "dola_layers": f"DoLa is not supported: leave it out, {_OWN}",
+    "constraints": f"constrained beam search is not supported: leave it out, {_OWN}",
+    "force_words_ids": f"constrained beam search is not supported: leave it out, {_OWN}",
     "use_mtp": f"leave it out, {_OWN}",
     "is_assistant": f"a wrapped model assists no other: leave it out, {_OWN}",
 }

@@ -52,9 +52,9 @@ class Parser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             option = flag.lstrip("-").partition(".")[0].replace("-", "_")  # --some-config.field
             if way_out := replacement_of(option):
-                self.error(f"{flag} is not here: {way_out}")
+                self.error(f"{flag} is not supported: {way_out}")
             if option in GROUP_OF and GROUP_OF[option].flag in self._option_string_actions:
-                self.error(f"{flag} is not here: write {flag_name(option)}")
+                self.error(f"{flag} is not a flag: write {flag_name(option)}")
             self.error(f"unknown argument {flag}{self._hint(flag)}")
         if hasattr(flags, GIVEN):
             delattr(flags, GIVEN)

@@ -59,7 +59,7 @@ def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
             flag = flag.replace("_", "-")
             arg = flag + equals + value
         if flag in _NOTHING and flag not in known:
-            say(f"{arg} is left out: {_NOTHING[flag]}", logging.WARNING)
+            say(f"{arg} is ignored: {_NOTHING[flag]}", logging.WARNING)
             continue
         if out[-2:-1] and out[-2] in _LISTS & {*known} and model_first and not arg.startswith("-"):
             out[-1] += f",{arg}"

@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("place", metavar="HOST:PORT", help="address of the ledger; serve: port 0 = any free one")
     parser.add_argument(
-        "--silent-s", type=float, default=5.0, help="serve: an instance without a heartbeat for so long is dead (5)"
+        "--silent-s",
+        type=float,
+        default=5.0,
+        help="serve: seconds without a heartbeat after which an instance counts as dead (5)",
     )
     parser.add_argument("--dry-run", action="store_true", help="check the flags, say what would be done, and exit")
     parser.add_argument("--json", action="store_true", help="show: as JSON")

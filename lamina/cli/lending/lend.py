@@ -20,17 +20,32 @@ from lamina.utils.log_limit import limit_repeats
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     add = parser.add_argument
-    add("--ledger", required=True, metavar="HOST:PORT", help="of `lamina-launch ledger serve`")
-    add("--lend", type=float, default=0.5, metavar="FRACTION", help="of the memory that is free here now (0.5)")
-    add("--lend-memory", default="", metavar="SIZE", help="so much instead, such as 16GiB")
-    add("--debtor-cap", default="", metavar="SIZE", help="to one debtor at most (all that is lent)")
-    add("--address", default="127.0.0.1:0", metavar="HOST:PORT", help="where debtors come; port 0 = any (127.0.0.1:0)")
-    add("--place", default="", help="of this host, such as zone/rack/host: the nearest lend first (its name)")
-    add("--lease-s", type=float, default=10.0, metavar="S", help="of a loan that is not renewed (10)")
-    add("--threads", type=int, default=0, metavar="N", help="of each guest's attention; 0 = all cores (0)")
-    add("--lend-cores", type=float, default=math.inf, metavar="N", help="no new loan while guests use more (no limit)")
+    add("--ledger", required=True, metavar="HOST:PORT", help="address of `lamina-launch ledger serve`")
+    add("--lend", type=float, default=0.5, metavar="FRACTION", help="share of the memory that is free here now (0.5)")
+    add("--lend-memory", default="", metavar="SIZE", help="memory to lend, instead of a share, such as 16GiB")
+    add("--debtor-cap", default="", metavar="SIZE", help="the most for one debtor (all that is lent)")
+    add(
+        "--address",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="address to which debtors connect; port 0 = any free one (127.0.0.1:0)",
+    )
+    add(
+        "--place",
+        default="",
+        help="place of this host, such as zone/rack/host, so that the nearest lend first (its name)",
+    )
+    add("--lease-s", type=float, default=10.0, metavar="S", help="seconds until a lease ends that is not renewed (10)")
+    add("--threads", type=int, default=0, metavar="N", help="threads of each guest's attention; 0 = all cores (0)")
+    add(
+        "--lend-cores",
+        type=float,
+        default=math.inf,
+        metavar="N",
+        help="make no new loan while guests use more cores (no limit)",
+    )
     add("--lend-gbps", type=float, default=math.inf, metavar="N",
-        help="no new loan while guests read more gigabits of K and V in a second (no limit)")  # fmt: skip
+        help="make no new loan while guests read more gigabits of K and V per second (no limit)")  # fmt: skip
     add("--dry-run", action="store_true", help="check the flags, say what would be lent, and exit")
 
 

@@ -12,7 +12,9 @@ ASK_S = 30.0  # for its answer, between two steps
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     add_server(parser)
-    parser.add_argument("--memory-worker", type=int, metavar="I", required=True, help="which one, counted from 0")
+    parser.add_argument(
+        "--memory-worker", type=int, metavar="I", required=True, help="the memory worker's number, from 0"
+    )
     parser.add_argument("--undo", action="store_true", help="let sequences begin on it again")
     parser.add_argument("--dry-run", action="store_true", help="say what would be asked for, and exit")
 

@@ -24,17 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-worker",
         type=int,
         metavar="I",
-        help="have this one alone give its KV to the others, and end; the server takes requests as before",
+        help="this memory worker alone gives its KV to the others, and ends; the server continues to accept requests",
     )
     parser.add_argument(
-        "--host", metavar="ADDRESS", help="the same of all memory workers of that host, so that it can be taken away"
+        "--host", metavar="ADDRESS", help="the same for all memory workers of that host, so that it can be removed"
     )
-    parser.add_argument("--undo", action="store_true", help="take new requests again")
+    parser.add_argument("--undo", action="store_true", help="accept new requests again")
     parser.add_argument(
         "--timeout-s",
         type=float,
         default=300.0,
-        help="seconds to wait for what is under way; 0 = do not (default: 300)",
+        help="seconds to wait until running requests have finished; 0 = do not wait (default: 300)",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be asked for, and exit")
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.memory_worker is not None or args.host is not None:
         return _dismiss(args)
     if args.dry_run:
-        print(f"would have {args.url} {'take new requests again' if args.undo else 'take no new requests'}")
+        print(f"would have {args.url} {'accept new requests again' if args.undo else 'refuse new requests'}")
         return 0
     deadline = time.monotonic() + args.timeout_s
     left = request(args, "/drain", {"on": not args.undo}, ASK_S, "completions")["completions"]

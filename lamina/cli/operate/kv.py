@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 ACTIONS = {
-    "stat": "say what is stored, pages and bytes of each model and tenant",
-    "verify": "read everything, exit status 1 where something is damaged",
-    "purge": "remove everything, and the keys that it is encrypted with",
+    "stat": "show pages and bytes of each model and tenant",
+    "verify": "read everything; exit status 1 if something is damaged",
+    "purge": "remove everything, with the keys that encrypt it",
 }
 
 
@@ -31,9 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tenant",
         metavar="SHA256",
-        help='purge: of this tenant only, by the SHA-256 of its API key in hex; "": the one of a server without keys',
+        help='purge: only this tenant, named by the SHA-256 of its API key in hex; "" = the tenant of a server without '
+        "keys",
     )
-    parser.add_argument("--kv-key-file", default="", metavar="FILE", help="the store's secret, if it is not in DIR")
+    parser.add_argument("--kv-key-file", default="", metavar="FILE", help="file with the secret, if it is not in DIR")
     parser.add_argument("--dry-run", action="store_true", help="say what is stored, change and read nothing, and exit")
 
 

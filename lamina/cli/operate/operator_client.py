@@ -21,8 +21,12 @@ MAX_TIMEOUT_S = 1e9  # that a socket can wait
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     """The server, and the key to it."""
-    parser.add_argument("url", help="of the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--admin-key", default="", help="the key that the server was given; better LAMINA_ADMIN_KEY")
+    parser.add_argument("url", help="the server's address, such as http://127.0.0.1:8000")
+    parser.add_argument(
+        "--admin-key",
+        default="",
+        help="the server's admin key; default: LAMINA_ADMIN_KEY, which other users cannot see",
+    )
 
 
 def check_url(url: str) -> None:

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
     for name, help in SIZES.items():
         parser.add_argument(flag_name(name), type=int, metavar="N", help=f"{help} (default: as many as there are)")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="seconds to wait for its answer (default: 900)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=900.0, help="seconds to wait for the server's answer (default: 900)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be asked for, and exit")
 
 

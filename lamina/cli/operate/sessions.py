@@ -19,22 +19,28 @@ from .session_files import read_session, write_session
 
 ASK_S = 10.0
 ACTIONS = {
-    "list": "say which there are, and where their KV is",
-    "drop": "forget one, and give up its KV",
-    "export": "write one to a new file, encrypted, for another server that has the KV in its --kv-offload dir=",
-    "import": "take one over from such a file",
-    "advise": "say how much memory or disk those of a model need, and what that costs",
+    "list": "show all sessions, and where their KV is",
+    "drop": "delete one, with its KV",
+    "export": "write one to a new encrypted file, for another server that has its KV in --kv-offload dir=",
+    "import": "read one from such a file",
+    "advise": "say how much memory or disk a model's sessions need, and what that costs",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{k}: {v}" for k, v in ACTIONS.items()))
-    parser.add_argument("url", help="of the server, such as http://127.0.0.1:8000; advise: the model")
+    parser.add_argument("url", help="the server's address, such as http://127.0.0.1:8000; advise: the model")
     parser.add_argument("id", nargs="?", default="", help="drop, export: the session_id")
-    parser.add_argument("--file", default="", help="export, import: the session's, of mode 0600")
-    parser.add_argument("--key-file", default="", help="export, import: its key, by openssl rand -hex 32, mode 0600")
-    parser.add_argument("--api-key", default="", help="whose sessions; better LAMINA_API_KEY")
+    parser.add_argument("--file", default="", help="export, import: the session's file, of mode 0600")
+    parser.add_argument(
+        "--key-file", default="", help="export, import: the file's key, made by openssl rand -hex 32, of mode 0600"
+    )
+    parser.add_argument(
+        "--api-key",
+        default="",
+        help="the API key whose sessions are meant; default: LAMINA_API_KEY, which other users cannot see",
+    )
     parser.add_argument("--json", action="store_true", help="list: print them as JSON")
     parser.add_argument("--dry-run", action="store_true", help="say what would be asked for, and exit")
     session_advice.add_arguments(parser.add_argument_group("advise"))

@@ -78,28 +78,32 @@ METRICS: dict[str, MetricSpec] = {
     "request_prompt_tokens": _histogram("tokens", "length of a prompt", _TOKENS),
     "request_generation_tokens": _histogram("tokens", "length of all completions of a prompt", _TOKENS),
     "request_max_num_generation_tokens": _histogram("tokens", "length of the longest completion of a prompt", _TOKENS),
-    "request_prefill_kv_computed_tokens": _histogram("tokens", "tokens of a prompt without cached KV", _TOKENS),
+    "request_prefill_kv_computed_tokens": _histogram(
+        "tokens", "prompt tokens whose KV was computed, not cached", _TOKENS
+    ),
     "request_num_preemptions": _histogram("", "preemptions of a prompt's completions", _COUNTS),
     "request_params_n": _histogram("", "n as requested", _COUNTS),
     "request_params_max_tokens": _histogram("tokens", "max_tokens as requested", _TOKENS),
     "iteration_tokens_total": _histogram(
-        "tokens", "tokens of a step: generated ones, and those of prompts that get their first token", _TOKENS
+        "tokens", "generated tokens of a step, and the tokens of prompts that get their first token in it", _TOKENS
     ),
-    "prompt_tokens": _of_vllm("counter", "tokens", "tokens of prompts"),
+    "prompt_tokens": _of_vllm("counter", "tokens", "prompt tokens"),
     "generation_tokens": _of_vllm("counter", "tokens", "generated tokens"),
-    "prompt_tokens_cached": _of_vllm("counter", "tokens", "tokens of prompts with cached KV"),
-    "prompt_tokens_by_source": _of_vllm("counter", "tokens", "tokens of prompts by the source of their KV", "source"),
-    "request_success": _of_vllm("counter", "requests", "prompts that were finished", "finished_reason"),
-    "admission_rejections": _of_vllm("counter", "requests", "requests that were refused for load", "reason"),
-    "goodput_requests": _counter("requests", "prompts that were finished within --slo ttft= and --slo tbt="),
+    "prompt_tokens_cached": _of_vllm("counter", "tokens", "prompt tokens whose KV was cached"),
+    "prompt_tokens_by_source": _of_vllm("counter", "tokens", "prompt tokens by the source of their KV", "source"),
+    "request_success": _of_vllm("counter", "requests", "prompts that have finished", "finished_reason"),
+    "admission_rejections": _of_vllm("counter", "requests", "requests that were refused because of load", "reason"),
+    "goodput_requests": _counter("requests", "prompts that have finished within --slo ttft= and --slo tbt="),
     "http_requests": _counter("requests", "HTTP requests", "handler", "method", "status"),
     "http_request_duration_seconds": MetricSpec(
         "histogram", "seconds", "duration of HTTP requests, streams included", ("handler", "method"), _FIRST
     ),
     "journal_unwritable": _gauge("", "1 while --journal cannot be written, such as on a full disk"),
     # The engine's queue, as it last reported.
-    "num_requests_running": _of_vllm("gauge", "requests", "completions that decode, or whose prompt is computed"),
-    "num_requests_waiting": _of_vllm("gauge", "requests", "completions that wait for KV blocks or a place"),
+    "num_requests_running": _of_vllm("gauge", "requests", "completions that decode, or whose prompt is being computed"),
+    "num_requests_waiting": _of_vllm(
+        "gauge", "requests", "completions that wait for KV blocks or a place among --max-num-seqs"
+    ),
     "num_requests_waiting_by_reason": _of_vllm("gauge", "requests", "waiting completions by reason", "reason"),
     "num_preemptions": _of_vllm("counter", "", "preemptions: a completion's KV was freed for others"),
     "engine_steps": _counter("", "finished steps"),
@@ -109,10 +113,14 @@ METRICS: dict[str, MetricSpec] = {
     "kv_cache_usage_perc": _of_vllm("gauge", "0 to 1", "share of KV blocks in use, in the fullest layer group"),
     "kv_blocks": _gauge("blocks", "KV blocks of a memory worker by layer group and state", "worker", "group", "state"),
     "kv_evictable_blocks": _gauge("blocks", "free KV blocks that hold KV of finished requests", "worker", "group"),
-    "prefix_cache_queries": _of_vllm("counter", "tokens", "tokens of admitted completions"),
-    "prefix_cache_hits": _of_vllm("counter", "tokens", "of these, those whose KV was in the pools"),
-    "external_prefix_cache_queries": _of_vllm("counter", "tokens", "of these, those whose KV was not in the pools"),
-    "external_prefix_cache_hits": _of_vllm("counter", "tokens", "of the latter, those whose KV was loaded"),
+    "prefix_cache_queries": _of_vllm(
+        "counter", "tokens", "tokens of admitted completions: their KV is looked up in the KV pool"
+    ),
+    "prefix_cache_hits": _of_vllm("counter", "tokens", "tokens whose KV was found in the KV pool"),
+    "external_prefix_cache_queries": _of_vllm(
+        "counter", "tokens", "tokens whose KV was not in the KV pool, and is looked up in storage"
+    ),
+    "external_prefix_cache_hits": _of_vllm("counter", "tokens", "tokens whose KV was loaded from storage"),
     # Offload and sessions.
     "kv_offload_load_bytes": MetricSpec(
         "counter", "bytes", "K and V that a memory worker has loaded from storage", ("worker",), in_vllm=True
@@ -123,61 +131,69 @@ METRICS: dict[str, MetricSpec] = {
     "kv_offload_failed_transfers": _counter(
         "", "loads and saves that a memory worker could not finish", "worker"),
     "kv_prefetched_pages": _counter(
-        "pages", "pages that a memory worker read from its disk before a turn needed them", "worker"),
-    "sessions": _gauge("", "sessions by the tier that has their KV", "tier"),
+        "pages", "pages that a memory worker read from its disk before a request needed them", "worker"),
+    "sessions": _gauge("", "sessions by the tier where their KV is", "tier"),
     "session_resumed_turns": _counter(
-        "", "turns after a session's first, by the tier that had its KV", "tier"),
-    "session_wait_seconds": _counter("seconds", "time until the first row of these turns was computed", "tier"),
+        "", "second and later turns of sessions, by the tier where the KV was", "tier"),
+    "session_wait_seconds": _counter(
+        "seconds", "wait of second and later turns until their first row was computed", "tier"
+    ),
     # KV sparsity.
     "kv_sparse_blocks_in_use": _gauge(
-        "blocks", "KV blocks of running completions, in layers with full and with sparse KV", "layers"),
+        "blocks", "KV blocks of running completions, by layers with full or sparse KV", "layers"),
     "kv_evicted_by_sparsity_blocks": _counter(
         "blocks", "KV blocks that completions have dropped in each sparse layer"),
     "kv_sparsity_measured_tokens": _gauge(
-        "tokens", "tokens by which sparse KV was compared with full KV"),
-    "kv_sparsity_kl_nats": _gauge("nats", "mean divergence from the distribution with full KV"),
+        "tokens", "tokens for which sparse KV was compared with full KV"),
+    "kv_sparsity_kl_nats": _gauge("nats", "mean KL divergence from the distribution with full KV"),
     "kv_sparsity_top1_disagreement_ratio": _gauge(
-        "0 to 1", "share of tokens that full KV would have changed"),
+        "0 to 1", "share of tokens that would differ with full KV"),
     "kv_sparsity_budget_tokens": _gauge(
-        "tokens", "tokens that new completions keep or attend in sparse layers; 0: all"),
+        "tokens", "tokens that new completions keep or attend in sparse layers; 0 = all"),
     "kv_sparsity_recomputed_requests": _counter(
         "requests", "completions that were computed again with full KV"),
     # Prefill workers and --slo.
     "prefill_replicated_pages": _gauge(
-        "pages", "second and further copies of prompts' pages on prefill workers"),
+        "pages", "pages of prompts that a second or further prefill worker has, too"),
     "prefill_load": _gauge("", "the wait of the longest queue of prompts, divided by --slo ttft="),
     "decode_load": _gauge("", "the time of a decoding step, divided by --slo tbt="),
-    "ttft_samples": _counter("requests", "prompts counted in the next two sums"),
+    "ttft_samples": _counter(
+        "requests", "prompts counted in lamina:ttft_predicted_seconds_total and lamina:ttft_actual_seconds_total"
+    ),
     "ttft_predicted_seconds": _counter(
-        "seconds", "from arrivals to first tokens, as predicted"),
+        "seconds", "sum of predicted times to the first token"),
     "ttft_actual_seconds": _counter(
-        "seconds", "from arrivals to first tokens, as measured"),
+        "seconds", "sum of measured times to the first token"),
     "rejected_after_prefill_tokens": _counter(
-        "tokens", "tokens of prompts that were computed and not decoded"),
+        "tokens", "tokens of prompts that were refused after they had been computed"),
     # KV on other workers and deployments.
-    "spilled_blocks": _gauge("blocks", "KV blocks away from their sequence's home", "creditor"),
+    "spilled_blocks": _gauge(
+        "blocks", "KV blocks that lie on another memory worker than their sequence's home", "creditor"
+    ),
     "borrowed_bytes": _gauge("bytes", "memory that other deployments lend this one", "creditor"),
-    "borrow_refused": _counter("", "requests for a loan that a creditor could not grant"),
+    "borrow_refused": _counter("", "requests for a loan that creditors refused"),
     "lent_blocks": _gauge("blocks of 1 MiB", "memory that this deployment has lent, to others or itself", "debtor"),
-    "debt_cycles": _gauge("", "cycles of debts between deployments, as the ledger knows them"),
+    "debt_cycles": _gauge("", "cycles of debts between deployments that the ledger knows"),
     "kv_migrated_bytes": _counter(
-        "bytes", "KV that went from one memory worker to another during pauses", "reason"),
+        "bytes", "KV that moved between memory workers while streams paused", "reason"),
     "kv_migrated_blocks": _counter(
-        "blocks", "KV blocks that returned home, or left with their sequence, during decoding"),
+        "blocks", "KV blocks that moved home, or to another worker with their sequence, during decoding"),
     # Workers, as they last reported.
     "worker_seconds": _counter(
-        "seconds", "a worker's time; wait = it waits for the other pool", "worker", "activity"
+        "seconds",
+        "a worker's time by activity; wait = it waits for messages of other workers",
+        "worker", "activity",
     ),
     "memory_worker_message_bytes": _counter(
         "bytes", "payload of a memory worker's messages", "worker", "direction"),
     "attention_message_bytes": _counter(
-        "bytes", "tensors sent between the pools, by kind: q, kv, o", "kind"),
+        "bytes", "tensors sent between compute and memory workers, by kind: q, kv, o", "kind"),
     "attention_kv_read_bytes": _counter(
         "bytes", "stored K and V that a memory worker's attention has read", "worker"),
     "attention_spilled_kv_read_bytes": _counter(
-        "bytes", "of these, those of sequences whose home is another memory worker", "worker"),
+        "bytes", "stored K and V that attention has read for sequences whose home is another memory worker", "worker"),
     "attention_wait_seconds": MetricSpec(
-        "summary", "seconds", "a compute worker's wait for a layer's attention"),
+        "summary", "seconds", "time that a compute worker waits for a layer's attention"),
 }  # fmt: skip
 
 

@@ -44,7 +44,9 @@ class Auth:
         if scope["path"] in (*OPERATOR, METRICS) and self._operator is not None:
             error = _operator_error(given) if _match(given, [self._operator]) is None else None
         elif key_id is None and scope["path"] not in (*PUBLIC_PATHS, PAGE):
-            error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            error = ApiError(
+                401, "a valid API key is needed: send the header Authorization: Bearer KEY", code="invalid_api_key"
+            )
         if error is not None:
             await error_response(error, ASK if is_page else None)(scope, receive, send)
             return

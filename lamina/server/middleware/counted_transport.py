@@ -1,7 +1,7 @@
 """A transport that knows how many of its bytes the client has taken, those that the kernel holds included.
 
 asyncio counts only the bytes that the kernel has not accepted. The kernel may hold megabytes of a client that reads
-nothing. It asks for more once a third of its buffer is free: of a slow reader, after minutes.
+nothing. It accepts more once a third of its buffer is free, which takes minutes with a slow reader.
 """
 
 from __future__ import annotations

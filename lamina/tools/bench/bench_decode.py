@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--batch-size {args.batch_size} is above --max-num-seqs {config.batching.max_num_seqs}")
     if args.dry_run:
         return _dry_run(args, config)
-    from lamina.api.llm import LLM
+    from lamina.api.llm import CommandLLM
 
-    with LLM(args.model, **flat_options(config)) as llm:
+    with CommandLLM(args.model, **flat_options(config)) as llm:
         result = measure(llm, args.batch_size, args.input_len, args.output_len, args.num_warmups, args.seed)
     settings = {"model": args.model, "batch_size": args.batch_size, "input_len": args.input_len}
     result = {**settings, "output_len": args.output_len, **result}

@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0],
                         help=f"where requests go (default: {ENDPOINTS[0]})")  # fmt: skip
     server.add_argument("--model", default="", help="as the server calls it; empty = its first model")
-    server.add_argument("--api-key", default="", help="of the server; better LAMINA_API_KEY, which is the default")
+    server.add_argument(
+        "--api-key", default="", help="the server's API key; default: LAMINA_API_KEY, which other users cannot see"
+    )
     server.add_argument("--timeout-s", type=float, default=300.0, help="silence that fails a request (default: 300)")
     load = parser.add_argument_group("load")
     load.add_argument("--dataset-name", choices=DATASETS, default="random",

@@ -61,10 +61,10 @@ def add_arguments(parser: Parser) -> None:
         "--axis",
         action="append",
         default=[],
-        help="show this axis only, and a run that it is compared with if that fails; may be given several times",
+        help="run this axis only; may be given several times",
     )
     parser.add_argument("--prompt", action="append", default=[], help="a text to complete; may be given several times")
-    parser.add_argument("--prompt-seed", type=int, default=0, help="of the random tokens that are completed otherwise")
+    parser.add_argument("--prompt-seed", type=int, default=0, help="seed of the random prompts, without --prompt")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens of each completion (default: 32)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     add_engine_flags(parser, OPTIONS)

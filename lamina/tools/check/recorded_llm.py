@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
-from lamina.api.llm import LLM
+from lamina.api.llm import CommandLLM
 from lamina.engine.engine import Engine
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.executor import EpochChanged, Executor
@@ -48,7 +48,7 @@ class RecordedEngine(Engine):
         super().on_epoch_changed(change)
 
 
-class RecordedLLM(LLM):
+class RecordedLLM(CommandLLM):
     """An LLM with a RecordedEngine."""
 
     engine_class = RecordedEngine

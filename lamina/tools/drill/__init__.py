@@ -38,19 +38,30 @@ CHECKED = {"--kv-checks": "1"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     parser.add_argument("model", help="a directory, a GGUF file or a hub id")
-    parser.add_argument("--faults", default=",".join(USUAL), help="what happens, in turn (default: %(default)s)")
-    parser.add_argument("--count", type=int, default=20, help="hits (default: %(default)s)")
-    parser.add_argument("--streams", type=int, default=32, help="read at a time (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=96, help="of a completion, at most (default: %(default)s)")
-    parser.add_argument("--per-reading", type=int, default=1, help="hits of the same streams, in turn (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, victims and moments (default: %(default)s)")
-    for name, most, what in (("noticed", 2.5, "until a hit is noticed"), ("pause", 10.0, "that a stream pauses")):
-        text = f"{what}, at most: else the exit status is 1; 0: any time (default: %(default)s)"
+    parser.add_argument("--faults", default=",".join(USUAL), help="faults, caused in turn (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=20, help="number of faults (default: %(default)s)")
+    parser.add_argument(
+        "--streams", type=int, default=32, help="streams that are read at a time (default: %(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=96, help="the most tokens of a completion (default: %(default)s)")
+    parser.add_argument("--per-reading", type=int, default=1, help="faults during the same streams (default: 1)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of prompts, victims and times of faults (default: %(default)s)"
+    )
+    for name, most, what in (("noticed", 2.5, "until a fault is detected"), ("pause", 10.0, "of a stream's pause")):
+        text = f"the most seconds {what} (more: exit status 1); 0 = no limit (default: %(default)s)"
         parser.add_argument(f"--{name}-s", type=float, default=most, help=text)
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="silence that fails a stream (default: 120)")
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=120.0,
+        help="seconds of silence after which a stream counts as failed (default: 120)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON line instead of a table")
     parser.add_argument("--dry-run", action="store_true", help="print what would happen, and exit")
-    parser.add_argument("--flags", default=" ".join(FLAGS), help="of `lamina-launch serve` (default: %(default)s)")
+    parser.add_argument(
+        "--flags", default=" ".join(FLAGS), help="flags of `lamina-launch serve` (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

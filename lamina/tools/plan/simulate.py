@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--spread", type=float, default=0.0, metavar="S", help="each comes up to S seconds later, by chance (0)")
     add(
         "--policy", default=",".join(POLICIES),
-        help=f"who computes a prompt, some by comma: {', '.join(POLICIES)}",
+        help=f"which policies choose the prefill worker, separated by commas: {', '.join(POLICIES)}",
     )  # fmt: skip
     add("--prefill-workers", type=int, default=8, metavar="N", help="prefill workers (8)")
     add(
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--overload",
         default="early",
-        help=f"when decoding is looked at, some by comma: {', '.join(OVERLOAD_POLICIES)}",
+        help=f"when the load of decoding counts, separated by commas: {', '.join(OVERLOAD_POLICIES)}",
     )
     add("--slo-ttft", default="", metavar="TIME", help="to the first token at most, else a request is refused: 30s")
     add("--slo-tbt", default="", metavar="TIME", help="between two tokens at most, else a request is refused: 100ms")
@@ -198,7 +198,9 @@ def _law(text: str, name: str) -> tuple[float, float, float]:
     except ValueError:
         a = b = c = -1.0
     if not all(0 <= x < math.inf for x in (a, b, c)) or not (b or c):
-        raise ValueError(f"{name} must be three numbers by comma that are not negative, such as 0,2e-4,2e-9: {text!r}")
+        raise ValueError(
+            f"{name} must be three numbers of at least 0, separated by commas, such as 0,2e-4,2e-9: {text!r}"
+        )
     return a, b, c
 
 

@@ -83,10 +83,19 @@ def test_a_flag_may_come_twice_with_other_keys(capsys: pytest.CaptureFixture[str
             ["--prefill-policy", "mooncake:threshold=0.5"],
             "--prefill-policy mooncake:threshold= must be at least 1",
         ),
-        (["--slo", "overload=baseline"], "--slo overload= needs --slo ttft= or --slo tbt=: it says when the load "),
-        (["--kv-offload", "eviction=lfu"], "--kv-offload eviction= needs --kv-offloading-size or --kv-offload dir=: "),
+        (
+            ["--slo", "overload=baseline"],
+            "--slo overload= needs --slo ttft= or --slo tbt=, because it says when the load ",
+        ),
+        (
+            ["--kv-offload", "eviction=lfu"],
+            "--kv-offload eviction= needs --kv-offloading-size or --kv-offload dir=, because ",
+        ),
         (["--kv-offload", "on-load-failure=fail"], "--kv-offload on-load-failure= needs --kv-offloading-size or "),
-        (["--collective", "mesh"], "--collective needs --tensor-parallel-size 2 or more: it says how ranks add "),
+        (
+            ["--collective", "mesh"],
+            "--collective needs --tensor-parallel-size 2 or more, because it says how ranks add ",
+        ),
         (["--slo", "ttft=2"], "--slo ttft=2 is not a time above 0 with its unit, such as 100ms"),
         (
             ["--limits", "bodi=3"],
@@ -133,9 +142,9 @@ def test_other_commands_take_them_too(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kv-store-dir", "/x"], "--kv-store-dir is not here: write --kv-offload dir="),
-        (["--max-n=3"], "--max-n is not here: write --limits n="),
-        (["--plan", "auto"], "--plan is not here: write --pipeline"),
+        (["--kv-store-dir", "/x"], "--kv-store-dir is not a flag: write --kv-offload dir="),
+        (["--max-n=3"], "--max-n is not a flag: write --limits n="),
+        (["--plan", "auto"], "--plan is not a flag: write --pipeline"),
     ],
 )
 def test_an_option_as_a_flag_of_its_own_is_refused_with_its_flag(

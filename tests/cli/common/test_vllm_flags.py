@@ -51,12 +51,12 @@ def test_names_may_stand_one_behind_the_other(capsys: pytest.CaptureFixture[str]
     [
         (
             ["--gpu-memory-utilization=0.9", "--memory-device", "cuda"],
-            "--gpu-memory-utilization is not here: --kv-cache-memory-bytes",
+            "--gpu-memory-utilization is not supported: --kv-cache-memory-bytes",
         ),
-        (["--pipeline-parallel-size=2"], "--pipeline-parallel-size is not here: --pipeline n rotates n batches"),
-        (["--revision", "v1"], "--revision is not here: give the directory"),
-        (["--enable-lora"], "--enable-lora is not here: merge the adapter"),
-        (["--enable-expert-parallel"], "--enable-expert-parallel is not here: --tensor-parallel-size"),
+        (["--pipeline-parallel-size=2"], "--pipeline-parallel-size is not supported: --pipeline n rotates n batches"),
+        (["--revision", "v1"], "--revision is not supported: give the directory"),
+        (["--enable-lora"], "--enable-lora is not supported: merge the adapter"),
+        (["--enable-expert-parallel"], "--enable-expert-parallel is not supported: --tensor-parallel-size"),
     ],
 )
 def test_others_are_refused_with_what_to_use(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
@@ -70,7 +70,7 @@ def test_a_command_without_an_engine_says_so_too(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as ended:
         main(["explain", "some/model", "--revision", "v1"])
     assert ended.value.code == 2
-    assert "--revision is not here: give the directory" in capsys.readouterr().err
+    assert "--revision is not supported: give the directory" in capsys.readouterr().err
 
 
 def test_a_field_of_a_configuration_is_refused_as_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_a_field_of_a_configuration_is_refused_as_all_of_it(capsys: pytest.Captu
         main([*SERVE, "--structured-outputs-config.backend", "xgrammar"])
     said = capsys.readouterr().err
     assert (
-        "--structured-outputs-config.backend is not here: llguidance compiles structured outputs, without settings"
+        "--structured-outputs-config.backend is not supported: llguidance compiles structured outputs, without settings"
         in said
     )
 
@@ -90,10 +90,10 @@ def test_some_mean_nothing_here_and_are_taken_with_a_line(capsys: pytest.Capture
     out, said = capsys.readouterr()
     assert json.loads(out)["enable_force_include_usage"] is True, "there is that flag"
     assert said.splitlines() == [
-        "--enable-server-load-tracking is left out: GET /load always counts",
-        "--enable-chunked-prefill is left out: prompts are always computed in chunks, of --prefill-chunk tokens",
-        "--swap-space is left out: preempted sequences are computed again, or saved by --preemption-mode swap",
-        "--gpu-memory-utilization is left out: --kv-cache-memory-bytes SIZE sets what each memory worker keeps for KV",
+        "--enable-server-load-tracking is ignored: GET /load always counts",
+        "--enable-chunked-prefill is ignored: prompts are always computed in chunks, of --prefill-chunk tokens",
+        "--swap-space is ignored: preempted sequences are computed again, or saved by --preemption-mode swap",
+        "--gpu-memory-utilization is ignored: --kv-cache-memory-bytes SIZE sets what each memory worker keeps for KV",
     ]
 
 
@@ -104,9 +104,9 @@ def test_as_arguments_of_llm(caplog: pytest.LogCaptureFixture) -> None:
     }  # fmt: skip
     assert our_option_names(given) == {"cuda_graphs": False, "prefill_chunk": 64, "dtype": "float16"}
     assert [r.getMessage() for r in caplog.records] == [
-        "--gpu-memory-utilization is left out: --kv-cache-memory-bytes SIZE sets what each memory worker keeps for KV"
+        "gpu_memory_utilization is ignored: kv_cache_memory_bytes SIZE sets what each memory worker keeps for KV"
     ]
-    with pytest.raises(ValueError, match="--pipeline-parallel-size is not here: --pipeline n"):
+    with pytest.raises(ValueError, match="--pipeline-parallel-size is not supported: --pipeline n"):
         our_option_names({"pipeline_parallel_size": 2})
     with pytest.raises(ValueError, match="max_num_batched_tokens and prefill_chunk say the same"):
         our_option_names({"max_num_batched_tokens": 64, "prefill_chunk": 32})

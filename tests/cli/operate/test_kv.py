@@ -123,7 +123,7 @@ def test_dry_runs_change_nothing(path: Path, capsys: pytest.CaptureFixture[str])
         assert "24.6 kB" in capsys.readouterr().out
     assert there(path) == [0, 1]
     assert main(["kv", "stat", str(path), "--tenant", "a"]) == 2
-    assert "--tenant needs kv purge: " in capsys.readouterr().err
+    assert "--tenant needs kv purge, because " in capsys.readouterr().err
 
 
 def test_purge(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,7 +201,7 @@ def test_a_ledger_that_is_not_there_is_one_line_before_anything_starts(
     with pytest.raises(OSError, match=r"there is no ledger at 127\.0\.0\.1:9: Connection refused"):
         LLM(str(tiny_lm), **borrowing)
     monkeypatch.delenv("LAMINA_CLUSTER_KEY")
-    with pytest.raises(ValueError, match="--lending borrow.max needs the cluster's key"):
+    with pytest.raises(ValueError, match="borrow needs the cluster's key"):
         LLM(str(tiny_lm), **borrowing)
 
 

@@ -117,8 +117,8 @@ def test_graphs_draw_the_same_tokens(
 @pytest.mark.parametrize("transport", ["loopback", "shm"])
 @pytest.mark.parametrize("name", ["compute_device", "memory_device"])
 def test_a_gpu_that_is_not_there_is_told_in_one_line(name: str, transport: str, llama_path: Path) -> None:
-    flag, options = name.replace("_", "-"), dict[str, Any]({name: "cuda", "transport": transport})
-    with pytest.raises(ValueError, match=f"--{flag} cuda: torch .* finds no NVIDIA GPU here") as error:
+    options: dict[str, Any] = {name: "cuda", "transport": transport}
+    with pytest.raises(ValueError, match=f"{name}=.cuda.: torch .* finds no NVIDIA GPU here") as error:
         LLM(str(llama_path), **options)
     assert "\n" not in str(error.value)
 

@@ -94,5 +94,5 @@ def test_zeros_are_read_whatever_was_written() -> None:
 
 @pytest.mark.long
 def test_layers_with_a_window(gemma2_path: Path) -> None:
-    with pytest.raises(ValueError, match="^--decode-only does not go with a model with windowed layers"):
+    with pytest.raises(ValueError, match="^decode_only does not go with a model with windowed layers"):
         LLM(str(gemma2_path), transport="loopback", decode_only=True)

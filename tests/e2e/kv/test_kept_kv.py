@@ -388,24 +388,26 @@ def test_a_size_without_room_for_a_sequence_is_refused_in_one_line(llama_path: P
     """512 tokens of 3 layers, 4 KV heads, 2 x 8 numbers of 4 bytes; two workers that have half of its pages each."""
     whole = 512 * 3 * 4 * 2 * 8 * 4
     why = rf"no space for one sequence of 512 tokens, which takes {{}} on each of .*: give {whole} at least, or lower"
-    with pytest.raises(ValueError, match=f"^--kv-offloading-size: {whole - 1} bytes have {why.format(whole)}.*$"):
+    with pytest.raises(ValueError, match=f"^kv_offloading_size: {whole - 1} bytes have {why.format(whole)}.*$"):
         LLM(str(llama_path), kv_offloading_size=str(whole - 1), memory_workers=1, **TINY)
     halves = {"kv_store_dir": str(tmp_path / "kv"), "memory_workers": 2, "partition": "token"}
-    with pytest.raises(ValueError, match=f"^--kv-offload size=: {whole - 1} bytes have {why.format(whole // 2)}.*$"):
+    with pytest.raises(ValueError, match=f"^kv_store_size: {whole - 1} bytes have {why.format(whole // 2)}.*$"):
         LLM(str(llama_path), kv_store_size=str(whole - 1), **halves, **TINY)
     with LLM(str(llama_path), kv_store_size=str(whole), **halves, **TINY) as llm:
         assert ask(llm, PROMPT).outputs
 
 
 def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^--kv-offloading-size does not go with --no-enable-prefix-caching: .*$"):
+    with pytest.raises(
+        ValueError, match="^kv_offloading_size does not go with enable_prefix_caching=False, because .*$"
+    ):
         LLM(str(llama_path), kv_offloading_size="1MiB", enable_prefix_caching=False)
     (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(ValueError, match="^--kv-offload dir=.*: chmod 700 .*$"):
+    with pytest.raises(ValueError, match="^kv_store_dir.*: chmod 700 .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_store_dir=str(tmp_path / "open"))
-    with pytest.raises(ValueError, match="^--kv-offload ttl= needs --kv-offload dir="):
+    with pytest.raises(ValueError, match="^kv_store_ttl needs kv_store_dir"):
         LLM(str(llama_path), kv_store_ttl="7h")
-    with pytest.raises(ValueError, match="^--kv-offload ttl=7 is not a time"):
+    with pytest.raises(ValueError, match="^kv_store_ttl=7 is not a time"):
         LLM(str(llama_path), kv_store_ttl="7", kv_store_dir=str(tmp_path))
-    with pytest.raises(ValueError, match="^--kv-offload key= needs --kv-offload dir=: .*$"):
+    with pytest.raises(ValueError, match="^kv_key_file needs kv_store_dir, because .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_key_file=str(tmp_path / "key"))

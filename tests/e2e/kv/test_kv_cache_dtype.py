@@ -43,13 +43,11 @@ def test_they_are_others_than_without(whole: list[Any], gemma2_path: Path) -> No
 
 
 def test_a_wrong_name_is_refused(gemma2_path: Path) -> None:
-    with pytest.raises(ValueError, match="--kv-cache-dtype must be one of auto, int8, fp8, not 'fp4'"):
+    with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, int8, fp8, not 'fp4'"):
         LLM(str(gemma2_path), kv_cache_dtype="fp4")
 
 
 @pytest.mark.long
 def test_a_backend_without_kernels_is_refused_by_name(gemma2_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="^--attention-backend flashinfer does not go with --kv-cache-dtype int8 or fp8"
-    ):
+    with pytest.raises(ValueError, match='^attention_backend flashinfer does not go with kv_cache_dtype="int8" or fp8'):
         LLM(str(gemma2_path), memory_device="cuda", kv_cache_dtype="int8", attention="flashinfer")

@@ -134,5 +134,5 @@ def test_where_the_worker_is_a_thread_the_run_ends(
 
 
 def test_a_share_that_is_none_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="--kv-checks"):
+    with pytest.raises(ValueError, match="kv_checks"):
         open_llm(checkpoint, kv_checks=1.5)

@@ -94,7 +94,7 @@ def test_a_creditor_that_dies_is_made_good(path: str, large: Told) -> None:
 
 def test_a_pool_that_cannot_hold_one_sequence_is_refused(path: str) -> None:
     with pytest.raises(
-        ValueError, match="hold one sequence of 384 tokens together, not of 1152: raise --kv-cache-memory-bytes"
+        ValueError, match="hold one sequence of 384 tokens together, not of 1152: raise kv_cache_memory_bytes"
     ):
         LLM(path, transport="loopback", **{**SPILL, "kv_memory": "200KB"}, **TINY)
 

@@ -63,7 +63,7 @@ def test_nothing_beside_the_pool(directory: str, tmp_path: Any) -> None:
     medium = "file" if directory else "host"
     tier = OffloadConfig(backend=medium, total_bytes=64 * MIB, workers=1, policy="lru", identity=b"m", directory=place)
     setting = "--kv-offload dir=" if directory else "--kv-offloading-size"
-    with pytest.raises(ValueError, match=f"^--lending borrow.max does not go with {setting}: "):
+    with pytest.raises(ValueError, match=f"^--lending borrow.max does not go with {setting}, because "):
         MemoryWorker().open_store(Connect(epoch=1, storage=tier), bind(MIB))
     assert not list(tmp_path.iterdir())
 
@@ -78,7 +78,7 @@ def test_no_device() -> None:
     serving.start()
     answer = link.recv(5.0)
     assert isinstance(answer, Failed)
-    assert "--lending borrow.max does not go with --memory-device cuda: " in answer.text
+    assert "--lending borrow.max does not go with --memory-device cuda, because " in answer.text
     link.close()
     serving.join(5.0)
     assert not serving.is_alive()

@@ -100,7 +100,7 @@ def test_the_device_of_all_hosts_goes_before_that_of_one(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("text", ["pigeon", "=loft", "pigeon=", "pigeon=loft/bird", "pigeon=loft,=", "pigeon=.loft"])
 def test_transports_of_the_environment_are_names_of_modules(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(schemes.PLUGINS, text)
-    with pytest.raises(ValueError, match="LAMINA_TRANSPORTS must have NAME=MODULE, several by comma, not '"):
+    with pytest.raises(ValueError, match="LAMINA_TRANSPORTS must have NAME=MODULE, several separated by commas, not '"):
         netstack.open("pigeon", key=bytes(32))
 
 

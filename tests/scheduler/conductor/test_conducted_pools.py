@@ -279,7 +279,7 @@ def test_early_refusal_on_the_conversation_trace(capsys: pytest.CaptureFixture[s
         (["--slo-tbt", "1"], "--slo-tbt 1 is not a time"),
         (["--slo-ttft", "1ms"], "--slo-ttft 1ms is below what the shortest prompt, of "),
         (["--prefill-pipeline", "3"], "--prefill-pipeline 3 does not divide --prefill-workers"),
-        (["--slo-tbt", "100ms"], "--slo-tbt needs --instances: "),
+        (["--slo-tbt", "100ms"], "--slo-tbt needs --instances, because "),
         (["--prefill-law", "1,2"], "--prefill-law must be three numbers"),
     ],
 )

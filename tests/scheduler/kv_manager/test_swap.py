@@ -359,7 +359,7 @@ def test_times_are_those_of_rounds_of_prompts_and_of_loads() -> None:
 
 
 def test_a_swap_needs_a_place() -> None:
-    with pytest.raises(ValueError, match="^--preemption-mode swap needs --kv-offloading-size .*$"):
+    with pytest.raises(ValueError, match='^preemption_mode="swap" needs kv_offloading_size .*$'):
         LLM("nowhere", preemption_mode="swap")
 
 

@@ -138,10 +138,12 @@ def test_a_file_is_sealed_and_for_nobody_else(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("export http://a", "need the session_id"), ("export http://a tea", "sessions export or import needs --file: "),
+        ("export http://a", "need the session_id"),
+        ("export http://a tea", "sessions export or import needs --file, because "),
         ("import http://a tea --file f --key-file k", "import take none"),
-        ("list http://a --file f", "--file needs sessions export or import: "),
-        ("import http://a --file f", "--file needs --key-file: "), ("drop http://a tea --key-file k", "needs --file: "),
+        ("list http://a --file f", "--file needs sessions export or import, because "),
+        ("import http://a --file f", "--file needs --key-file, because "),
+        ("drop http://a tea --key-file k", "needs --file, because "),
     ],
 )  # fmt: skip
 def test_words_that_do_not_go_together(words: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:

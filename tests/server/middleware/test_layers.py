@@ -398,7 +398,7 @@ def test_the_line_of_a_refused_request_says_who_asked_for_what_and_why(caplog: p
         {"status": 404, "path": "/nothing%20here", "client": "127.0.0.1", "code": "not_found",
          "error": "there is no such route"},
         {"status": 401, "path": "/v1/models", "client": "127.0.0.1", "code": "invalid_api_key",
-         "error": "a valid API key is needed: Authorization: Bearer KEY"},
+         "error": "a valid API key is needed: send the header Authorization: Bearer KEY"},
     ]  # fmt: skip
 
 

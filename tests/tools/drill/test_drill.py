@@ -200,7 +200,7 @@ class NoServer(NamedTuple):
     ("argv", "words"),
     [
         (["--faults", "kill-all"], "--faults: there is no 'kill-all'; there are kill-compute"),
-        (["--faults", "partition"], "--faults partition needs --flags '--transport tcp': "),
+        (["--faults", "partition"], "--faults partition needs --flags '--transport tcp', because "),
         (["--count", "0"], "--count must be at least 1"),
         (["--streams", "0"], "--streams must be at least 1"),
         (["--noticed-s", "nan"], "--noticed-s must be a number of seconds, at least 0, not nan"),
@@ -208,9 +208,9 @@ class NoServer(NamedTuple):
         (["--timeout-s", "0"], "--timeout-s must be a number of seconds, more than 0, not 0"),
         (["--flags", "--a 'b"], "--flags --a 'b: No closing quotation"),
         (["--per-reading", "0"], "--per-reading must be at least 1"),
-        (["--flags", "--launcher ray"], "lamina-launch drill does not go with --launcher ray: "),
-        (["--flags=--cluster=auto"], "lamina-launch drill does not go with --cluster: "),
-        (["--flags", "--journal x"], "lamina-launch drill does not go with --journal: "),
+        (["--flags", "--launcher ray"], "lamina-launch drill does not go with --launcher ray, because "),
+        (["--flags=--cluster=auto"], "lamina-launch drill does not go with --cluster, because "),
+        (["--flags", "--journal x"], "lamina-launch drill does not go with --journal, because "),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,7 +205,7 @@ def test_a_stall_takes_what_it_took_whatever_it_hits() -> None:
         (["--calibrate", "RUN"], "is a run of 4 layers, and llama-33b has 60"),
         (["--calibrate", "PROMPTS"], "0 steps without prompts: record longer answers"),
         (["--calibrate", "PIPELINE"], "record a run of one compute worker and one batch"),
-        (["--predict", "8x8", "--trace", "x", "--devices", "h100:1"], "--predict needs --calibrate: "),
+        (["--predict", "8x8", "--trace", "x", "--devices", "h100:1"], "--predict needs --calibrate, because "),
         (["--devices", "h100:1"], "--trace is missing: a plan needs --trace and --devices, or --calibrate"),
     ],
 )
