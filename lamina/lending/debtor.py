@@ -31,7 +31,7 @@ LEDGER = ""  # the ledger's name as an address; instances have names of their ow
 SAFETY_FACTOR = 0.9  # part of a lease that the debtor uses, as its clock may be slower than the creditor's
 RENEWALS = 3  # in the time of a lease
 NEWS_S = 0.3  # at least between renewals that tell a change: requests may end many times in a second
-MAX_OPEN_RENEWALS = 64  # remembered renewals without a reply
+MAX_OPEN = 64  # remembered requests without a reply, and as many renewals
 Outgoing = tuple[str, msgspec.Struct]
 
 
@@ -65,7 +65,6 @@ class _Search:
     left: deque[Candidate] | None = None  # None: the ledger has not replied
     asked: Candidate | None = None
     ask: int = -1
-    claim: float = 0.0  # the time of the claim of the last request
 
 
 class _Open(NamedTuple):
@@ -94,6 +93,7 @@ class Debtor:
     _told: tuple[float, bool] | None = None  # its claim's time and whether it waits; None: not all creditors know
     _news_at: float = 0.0  # when a renewal may tell a change of these, before it is due
     _refused_by: dict[str, float] = field(default_factory=dict)  # creditor -> time of the claim
+    _claims: dict[int, float] = field(default_factory=dict)  # request without a reply -> time of its claim
     _open: dict[int, _Open] = field(default_factory=dict)
     _number: int = 0
 
@@ -198,7 +198,9 @@ class Debtor:
         if not search.left:
             return self._give_up(now)
         search.asked, search.ask, search.since = search.left.popleft(), self._count(), now
-        search.claim = self.since
+        self._claims[search.ask] = self.since
+        if len(self._claims) > MAX_OPEN:
+            del self._claims[min(self._claims)]
         blocks = max(1, min(search.blocks, search.asked.free))
         ask = LoanRequest(debtor=self.name, number=search.ask, blocks=blocks, since=self.since)
         return [(search.asked.name, ask)]
@@ -208,6 +210,7 @@ class Debtor:
         return []
 
     def _granted(self, message: LoanGranted, now: float) -> list[Outgoing]:
+        self._claims.pop(message.number, None)
         key, search = (message.creditor, message.lease), self._search
         if key in self.loans:
             return []  # a duplicate
@@ -227,12 +230,12 @@ class Debtor:
     def _refused(self, message: LoanRefused, now: float) -> list[Outgoing]:
         told: Outgoing = LEDGER, CreditorRefused(creditor=message.creditor, beat=message.beat)
         outgoing = [told] if message.for_all else []
+        if claim := self._claims.pop(message.number, 0.0):  # it may have ended since, and so may the search
+            self._refused_by[message.creditor] = claim
         search = self._search
         if search is None or search.ask != message.number:
             return outgoing
         self.refusals += 1
-        if search.claim:  # it may have ended since
-            self._refused_by[message.creditor] = search.claim
         return outgoing + self._next_ask(search, now)
 
     # Renewal of leases
@@ -248,7 +251,7 @@ class Debtor:
             renew = Renew(debtor=self.name, number=number, leases=held, since=self.since, is_waiting=self._waits)
             out.append((creditor, renew))
         self._refused_by = {creditor: since for creditor, since in self._refused_by.items() if creditor not in ended}
-        while len(self._open) > MAX_OPEN_RENEWALS:
+        while len(self._open) > MAX_OPEN:
             del self._open[min(self._open)]
         return out
 

@@ -148,6 +148,22 @@ def test_who_refuses_after_the_claim_has_ended_hears_of_its_end(now_since: float
     assert debtor.tick(4.0) == [], "once"
 
 
+@pytest.mark.parametrize("is_over", [False, True], ids=["another is asked", "the search is over"])
+def test_who_refuses_after_it_was_passed_over_hears_of_the_end_at_once(is_over: bool) -> None:
+    """A creditor that takes longer than ``answer_s`` has kept room for the claim, too."""
+    debtor = searching(5, Candidate("a", "", 9), Candidate("b", "", 9), since=7.0)
+    assert debtor.tick(1.2) == [("b", LoanRequest(debtor="d", number=3, blocks=5, since=7.0))]
+    if is_over:
+        debtor.on_message(granted(3, "b"), 1.3)
+        debtor.give_back("b", 0)
+    debtor.num_wanted, debtor.since, debtor.is_waiting = 0, 0.0, False
+    debtor.on_message(LoanRefused(number=2, creditor="a", beat=7), 1.4)
+    told = {to: m for to, m in debtor.tick(1.5) if isinstance(m, Renew)}
+    assert [*told] == ["a"]
+    assert (told["a"].since, told["a"].is_waiting) == (0.0, not is_over)
+    assert debtor.refusals == 0, "nobody waits for it"
+
+
 def test_a_creditor_that_is_gone_hears_nothing() -> None:
     debtor = searching(5, Candidate("a", "", 9), since=7.0)
     debtor.on_message(LoanRefused(number=2, creditor="a", beat=7), 0.2)
