@@ -127,8 +127,10 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         return kv_bytes - int(self.lend * kv_bytes)
 
     def extra_kv_bytes(self, kv_bytes: int) -> int:
-        """Return the bytes that may join the pool: of others, or lent ones that return. ``kv_bytes``: of each."""
-        return self.borrow_bytes + self.lent_bytes(kv_bytes)
+        """Return the bytes that may join a rank's pool: of others, or lent ones that return. ``kv_bytes``: of each
+        memory worker.
+        """
+        return (self.borrow_bytes + self.lent_bytes(kv_bytes)) // self.tensor_parallel_size
 
     @property
     def measures_pipeline(self) -> bool:

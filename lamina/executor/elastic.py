@@ -124,20 +124,34 @@ class MemoryResizer:
         more += sum(by_rank[w % len(by_rank)][w // len(by_rank)].kv_bytes for w in replaced)
         if not self._config.launch.may_span_hosts and more > (free := self.free()):
             raise ValueError(not_enough_memory_message(more, free))
-        ranks = [combined_capacity(check_capacity(rank), lambda w, r=r: w * size + r) for r, rank in enumerate(by_rank)]  # type: ignore[misc]
-        return ResizePlan(wanted, by_rank, capacity_of_all_ranks(ranks))
+        return ResizePlan(wanted, by_rank, self._capacity(by_rank))
 
     def plan_borrowed(self, coming: Sequence[int], leaving: Collection[int]) -> ResizePlan:
         """Plan a change to the present memory workers without ``leaving``, and with one on loan for each number of
-        bytes in ``coming``. Raises ValueError, ResizeNeedsRestartError.
+        bytes in ``coming``. Each rank keeps as many workers as the others. Raises ValueError, ResizeNeedsRestartError.
         """
         check_resizable(self._config)
-        cohort, (bind,) = self._workers, self._workers.memory_binds
-        kv_bytes = [n for worker, n in enumerate(cohort.kv_bytes[0]) if worker not in leaving] + list(coming)
-        wanted = structs.replace(cohort.topology, memory_workers=len(kv_bytes))
-        made = binds_of(wanted, 0, bind, cohort.backend)
-        binds = [structs.replace(each, kv_bytes=n) for each, n in zip(made, kv_bytes, strict=True)]
-        return ResizePlan(wanted, [binds], combined_capacity(check_capacity(binds, self._extra_bytes)))
+        cohort, size = self._workers, self._workers.topology.tensor_parallel_size
+        by_rank = [
+            [n for place, n in enumerate(had) if place * size + rank not in leaving] + list(coming[rank::size])
+            for rank, had in enumerate(cohort.kv_bytes)
+        ]
+        wanted = structs.replace(cohort.topology, memory_workers=sum(map(len, by_rank)))
+        binds = [
+            [structs.replace(bind, kv_bytes=n) for bind, n in zip(made, kv_bytes, strict=True)]
+            for rank, kv_bytes in enumerate(by_rank)
+            for made in [binds_of(wanted, rank, cohort.memory_binds[rank], cohort.backend)]
+        ]
+        return ResizePlan(wanted, binds, self._capacity(binds, self._extra_bytes))
+
+    def _capacity(self, by_rank: Sequence[Sequence[BindRequest]], more: int = 0) -> Capacity:
+        """Return the capacity of all ranks' memory workers. ``more``: see ``check_capacity``. Raises ValueError."""
+        size = len(by_rank)
+        ranks = [
+            combined_capacity(check_capacity(binds, more), lambda w, rank=rank: w * size + rank)  # type: ignore[misc]
+            for rank, binds in enumerate(by_rank)
+        ]
+        return capacity_of_all_ranks(ranks)
 
     def begin(
         self,

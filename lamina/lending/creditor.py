@@ -47,7 +47,8 @@ class LendingTerms:
 @dataclass
 class Lease:
     """Blocks that ``debtor`` has until a time of the creditor's clock. ``is_recalled``: it is not renewed. ``since``:
-    the time of its debtor's claim, 0 without one; ``is_waiting``: it still lacks more.
+    the time of its debtor's claim, 0 without one; ``is_waiting``: it still lacks more. ``parts``: memory workers that
+    share the blocks.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Lease:
     is_recalled: bool = False
     since: float = 0.0
     is_waiting: bool = False
+    parts: int = 1
 
     @property
     def claim(self) -> Claim:
@@ -123,7 +125,8 @@ class Creditor:
         local = ask.debtor == self.name
         until = NEVER if local else now + self.terms.lease_s
         blocks = [self.free.pop() for _ in range(ask.blocks)]
-        self.leases[self._next] = Lease(self._next, ask.debtor, blocks, until, since=ask.since, is_waiting=True)
+        lease = Lease(self._next, ask.debtor, blocks, until, since=ask.since, is_waiting=True, parts=ask.parts)
+        self.leases[self._next] = lease
         if self._reserved is not None and self._reserved[0] == (ask.since, ask.debtor):
             self._reserved = None
         granted = LoanGranted(

@@ -36,11 +36,14 @@ Outgoing = tuple[str, msgspec.Struct]
 
 
 class BorrowingTerms(NamedTuple):
-    """The terms of a debtor. ``answer_s``: after which a peer counts as silent; ``retry_s``: between two searches."""
+    """The terms of a debtor. ``answer_s``: after which a peer counts as silent; ``retry_s``: between two searches.
+    ``parts``: memory workers of each loan.
+    """
 
     location: str = ""
     answer_s: float = 1.0
     retry_s: float = 1.0
+    parts: int = 1
 
 
 @dataclass
@@ -202,7 +205,7 @@ class Debtor:
         if len(self._claims) > MAX_OPEN:
             del self._claims[min(self._claims)]
         blocks = max(1, min(search.blocks, search.asked.free))
-        ask = LoanRequest(debtor=self.name, number=search.ask, blocks=blocks, since=self.since)
+        ask = LoanRequest(debtor=self.name, number=search.ask, blocks=blocks, since=self.since, parts=self.terms.parts)
         return [(search.asked.name, ask)]
 
     def _give_up(self, now: float) -> list[Outgoing]:

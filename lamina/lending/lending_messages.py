@@ -10,10 +10,11 @@ from typing import Annotated
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 MAX_NAMES = 4096  # in one message
 MAX_CANDIDATES = 3
 MAX_BLOCKS = 1 << 40
+MAX_PARTS = 64
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -39,7 +40,7 @@ class LendingWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class GuestEnded(msgspec.Struct, frozen=True, kw_only=True, tag="guest-ended"):
-    """Creditor -> debtor: the memory worker of a lease has ended, and the lease with it."""
+    """Creditor -> debtor: a memory worker of a lease has ended, and the lease with it."""
 
     lease: Number
     fate: Text
@@ -114,12 +115,15 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True, tag="candidates"):
 
 
 class LoanRequest(msgspec.Struct, frozen=True, kw_only=True, tag="loan-ask"):
-    """Debtor -> creditor, also to the own instance. The reply is LoanGranted or LoanRefused; it is never forwarded."""
+    """Debtor -> creditor, also to the own instance. The reply is LoanGranted or LoanRefused; it is never forwarded.
+    ``parts``: memory workers that share the blocks, one for each tensor-parallel rank of the debtor.
+    """
 
     debtor: Name
     number: Number  # higher than in all earlier requests of this debtor
     blocks: Count
     since: Since = 0.0
+    parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)] = 1
 
 
 class LoanGranted(msgspec.Struct, frozen=True, kw_only=True, tag="loan-granted"):

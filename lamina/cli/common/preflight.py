@@ -172,7 +172,8 @@ def _memory_text(model: str, config: EngineConfig) -> str:
     text = f"  one sequence: {max(lent):,} tokens at home, {sum(lent):,} with what others lend"
     topology, asked = config.topology, config.devices.kv_bytes()
     if topology.may_borrow and asked:
-        more = topology.extra_kv_bytes(asked) / (asked * topology.memory_workers - topology.lent_bytes(asked))
+        own = (asked * topology.memory_workers - topology.lent_bytes(asked)) // topology.tensor_parallel_size
+        more = topology.extra_kv_bytes(asked) / own
         by = f"{topology.loan_flag} {topology.borrow}" if topology.borrow else "what is lent, once it is back"
         text += f", {int(sum(lent) * (1 + more)):,} with {by}"
     return "\n".join([memory_text(workers, free), text])

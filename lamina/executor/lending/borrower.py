@@ -1,7 +1,7 @@
 """Borrowing by an engine of the memory that its scheduler lacks, first of what it lends itself (``lend`` of --lending).
 
-A loan joins as one more memory worker, on which no sequence begins. It leaves when it is not needed, is recalled, or is
-lost.
+A loan joins as one more memory worker of each rank, on which no sequence begins. They leave together: once they are not
+needed, or if one of them is recalled or lost.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Borrower(EngineFeature):
         self._registry, self._workers, self._resizer, self._links = registry, worker_group, elastic, links
         self._most = config.topology.borrow_bytes // BLOCK_BYTES  # blocks of other deployments
         self._homes, self.wait_s = config.topology.memory_workers, config.launch.borrow_wait_s
+        self._size = config.topology.tensor_parallel_size  # memory workers of a loan: one for each rank
         self._looked = self._asked = self._stranded = 0.0
         self._unused: float | None = None  # the time since which loans are unused
         self._came = dict[int, float]()  # unfinished request -> when it came
@@ -105,8 +106,8 @@ class Borrower(EngineFeature):
             return
         if (gone := next((i for i, m in enumerate(self._registry.memory) if self._is_to_leave(i, m)), -1)) >= 0:
             self._release(gone, "recall")
-        elif self._links.arrived:
-            self._add_guests([self._links.arrived.popleft() for _ in range(len(self._links.arrived))])
+        elif come := len(self._links.arrived) // self._size * self._size:
+            self._add_guests([self._links.arrived.popleft() for _ in range(come)])
         else:
             self._ask(engine, now)
 
@@ -126,7 +127,8 @@ class Borrower(EngineFeature):
         return index >= self._homes and not (isinstance(handle, GuestWorker) and not handle.is_recalled)
 
     def _add_guests(self, guests: list[GuestWorker]) -> None:
-        guests = [guest for guest in guests if self._is_of_use(guest)]
+        loans = [guests[n : n + self._size] for n in range(0, len(guests), self._size)]
+        guests = [guest for loan in loans if self._is_of_use(loan) for guest in loan]
         if not guests:
             return
         try:
@@ -142,25 +144,32 @@ class Borrower(EngineFeature):
             for guest in guests:
                 guest.join(0.0)
 
-    def _is_of_use(self, guest: GuestWorker) -> bool:
-        """Return whether a guest can be used; else give it back."""
-        if why := self._refusal(guest.nbytes):
-            log.warning("memory of %s cannot be used: %s", guest.loan.creditor, why)
-            guest.sock.close()  # it ends by itself, as it has received no message
-            guest.join(0.0)
+    def _is_of_use(self, guests: list[GuestWorker]) -> bool:
+        """Return whether the guests of a loan can be used; else give it back."""
+        if why := self._refusal(sum(guest.nbytes for guest in guests)):
+            log.warning("memory of %s cannot be used: %s", guests[0].loan.creditor, why)
+            for guest in guests:
+                guest.sock.close()  # it ends by itself, as it has received no message
+                guest.join(0.0)
         return not why
 
     def _refusal(self, nbytes: int) -> str:
-        """Return why one more memory worker of ``nbytes`` is useless, such as too small for a stripe; "" if not so."""
+        """Return why a loan of ``nbytes`` is useless, such as too small for a stripe; "" if not so."""
         try:
-            self._resizer.plan_borrowed([nbytes], [])
+            self._resizer.plan_borrowed([nbytes // self._size] * self._size, [])
         except ValueError as error:
             return str(error)
         return ""
 
+    def _loan_of(self, index: int) -> list[int]:
+        """Return the numbers of the memory workers of a loan, of which ``index`` is one."""
+        first = index // self._size * self._size
+        return list(range(first, first + self._size))
+
     def _release(self, index: int, reason: str) -> None:
+        leaving = self._loan_of(index)
         try:
-            self._resizer.begin(self._resizer.plan_borrowed([], [index]), [index], reason=reason)
+            self._resizer.begin(self._resizer.plan_borrowed([], leaving), leaving, reason=reason)
         except (ValueError, OSError) as error:
             log.warning("memory worker %d stays: %s", index, error)
 
@@ -173,7 +182,8 @@ class Borrower(EngineFeature):
         if self.own is not None:
             self.own.lacks_since = since if lacking or self._links.is_seeking else NEVER
             self.own.local_need = overload_reason(engine.slo_admission.counts())
-        coming = self._links.borrowed_blocks - sum(self._workers.kv_bytes[0][self._homes :]) // BLOCK_BYTES
+        lent = sum(sum(rank[self._homes // self._size :]) for rank in self._workers.kv_bytes)
+        coming = self._links.borrowed_blocks - -(-lent // BLOCK_BYTES)
         wanted = lacking if coming <= 0 else 0
         own = min(wanted, self._links.reclaimable)
         if own and not self._refusal(own * BLOCK_BYTES):
@@ -213,7 +223,7 @@ class Borrower(EngineFeature):
 
     def _fits_without(self, engine: Engine, index: int) -> bool:
         try:
-            capacity = self._resizer.plan_borrowed([], [index]).capacity
+            capacity = self._resizer.plan_borrowed([], self._loan_of(index)).capacity
             check_kv_capacity(engine.scheduler, engine.worker_info, capacity)
         except ValueError:
             return False
@@ -232,7 +242,7 @@ class Borrower(EngineFeature):
         stripes = -(-first.max_len // (stripe * info.block_size)) - free
         if stripes <= 0:
             return 0
-        of_block = sum(self._workers.kv_bytes[0]) / max(1, whole)
+        of_block = sum(map(sum, self._workers.kv_bytes)) / max(1, whole)
         return math.ceil(SPARE * (stripes * stripe + 1) * of_block / BLOCK_BYTES) + 1  # and a null block
 
 
@@ -246,7 +256,8 @@ def open_borrower(
     own = ColocatedLender(config, ledger, key, name) if config.topology.lend else None
     try:
         place = config.launch.lending_place or host
-        links = BorrowerLinks(ledger, key, name, place, own.service if own is not None else None)
+        parts = config.topology.tensor_parallel_size
+        links = BorrowerLinks(ledger, key, name, place, own.service if own is not None else None, parts)
     except BaseException:
         if own is not None:
             own.close()

@@ -39,15 +39,17 @@ LEASE_KEY_BYTES = 32
 
 
 class GuestWorker:
-    """The memory worker of a lease, as its debtor sees it. ``key``: a fresh one, which its peers must prove."""
+    """A memory worker of a lease, which ``parts`` share, as its debtor sees it. ``key``: a fresh one, which its peers
+    must prove.
+    """
 
     role, pid, is_stopped = "memory", 0, False
 
-    def __init__(self, loan: Borrowed, host: str, sock: EncryptedSocket, links: BorrowerLinks) -> None:
+    def __init__(self, loan: Borrowed, host: str, sock: EncryptedSocket, links: BorrowerLinks, parts: int = 1) -> None:
         self.loan, self.sock, self.index = loan, sock, -1
         self.host = "" if ipaddress.ip_address(host).is_loopback else any_port(host)
         self.key = secrets.token_bytes(LEASE_KEY_BYTES)
-        self.nbytes = loan.blocks * BLOCK_BYTES
+        self.nbytes = loan.blocks * BLOCK_BYTES // parts
         self.lost_reason = ""  # how it ended
         self._links = links
 
@@ -75,17 +77,21 @@ class InProcessLink:
 
 
 class BorrowerLinks:
-    """All links of one debtor. ``arrived``: guests not yet used. Methods are safe from any thread, and never wait."""
+    """All links of one debtor. ``arrived``: guests not yet used, those of a loan after each other. Methods are safe
+    from any thread, and never wait.
+    """
 
-    def __init__(self, ledger: Place, key: bytes, name: str, place: str = "", own: LenderService | None = None) -> None:
-        """``own``: the creditor of this very deployment, of the same name. Raises OSError if there is no ledger,
-        ValueError if it refuses this process.
+    def __init__(
+        self, ledger: Place, key: bytes, name: str, place: str = "", own: LenderService | None = None, parts: int = 1
+    ) -> None:
+        """``own``: the creditor of this very deployment, of the same name. ``parts``: guests of a loan. Raises OSError
+        if there is no ledger, ValueError if it refuses this process.
         """
         self.name, self._ledger_at, self._key, self._own = name, ledger, key, own
         self.arrived: deque[GuestWorker] = deque()
         self._lock = threading.RLock()
-        self._debtor = Debtor(name, BorrowingTerms(place))
-        self._guests: dict[tuple[str, int], GuestWorker] = {}
+        self._debtor = Debtor(name, BorrowingTerms(place, parts=parts))
+        self._guests: dict[tuple[str, int], list[GuestWorker]] = {}
         self._inbox: queue.SimpleQueue[tuple[str, ControlLink | InProcessLink, Any]] = queue.SimpleQueue()
         self._links: dict[str, ControlLink | InProcessLink] = {}
         self._ledger_tried = self._debts_asked = 0.0
@@ -151,7 +157,7 @@ class BorrowerLinks:
             return counts
 
     def give_back(self, guest: GuestWorker) -> None:
-        """End the lease of ``guest``. Idempotent."""
+        """End the lease of ``guest``, with all that share it. Idempotent."""
         key = guest.loan.creditor, guest.loan.lease
         with self._lock:
             self._guests.pop(key, None)
@@ -195,7 +201,7 @@ class BorrowerLinks:
             return []
         if isinstance(message, GuestEnded):
             self._debtor.loans.pop((peer, message.lease), None)
-            if (guest := self._guests.get((peer, message.lease))) is not None:
+            for guest in self._guests.get((peer, message.lease), []):
                 guest.lost_reason = message.fate
             return []
         if getattr(message, "creditor", peer) != peer:
@@ -207,28 +213,33 @@ class BorrowerLinks:
         """Open the control links to memory workers of new leases."""
         with self._lock:
             new = [(key, loan) for key, loan in self._debtor.loans.items() if key not in self._guests]
+        parts = self._debtor.terms.parts
         for key, loan in new:
+            socks = list[EncryptedSocket]()
             try:
                 place = parse_address(self._debtor.addresses[loan.creditor], "a creditor's address")
-                name = guest_name(loan.lease, self.name)
-                sock = connect(*place, self._key, REACH_S, name=name, peer=loan.creditor)
+                for part in range(parts):
+                    name = guest_name(loan.lease, self.name, part)
+                    socks.append(connect(*place, self._key, REACH_S, name=name, peer=loan.creditor))
             except (OSError, ChannelError, ValueError) as error:
                 log.warning("no memory worker of %s: %s", loan.creditor, error)
+                for sock in socks:
+                    sock.close()
                 with self._lock:
                     out = self._debtor.give_back(*key) if key in self._debtor.loans else []
                 self._send(out)
                 continue
-            guest = GuestWorker(loan, place[0], sock, self)
+            guests = [GuestWorker(loan, place[0], sock, self, parts) for sock in socks]
             log.info("borrowed %d MiB of %s", loan.blocks, loan.creditor)
             with self._lock:
-                self._guests[key] = guest
-            self.arrived.append(guest)
+                self._guests[key] = guests
+            self.arrived.extend(guests)
 
     def _close_finished(self) -> None:
         """Close the links to guests whose leases have ended, which notifies their users."""
         with self._lock:
             over = [key for key in self._guests if key not in self._debtor.loans]
-            guests = [self._guests.pop(key) for key in over]
+            guests = [guest for key in over for guest in self._guests.pop(key)]
         for guest in guests:
             guest.lost_reason = guest.lost_reason or "ended with its lease"
             with suppress(OSError):

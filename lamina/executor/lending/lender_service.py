@@ -1,12 +1,13 @@
-"""A creditor: it lends memory of its host, and runs a memory worker, the guest, for each lease.
+"""A creditor: it lends memory of its host, and runs a memory worker, the guest, for each part of a lease.
 
 A host that only lends runs it as a process (`lamina-launch lend`). A serving engine has a creditor on threads of its
 own (`lend` of --lending). The engine borrows from it as other debtors do, and they give memory back that it lacks. But
 a request that came earlier keeps what it has.
 
 The debtor opens the guest's control link, and gives the guest a key for that lease alone. The guest does not know the
-cluster's key, and uses no more memory than was lent (LAMINA_LEASE_BYTES). When a lease ends, its process ends, and the
-kernel wipes the memory before reuse. The end of a debtor's link shows that the debtor is gone.
+cluster's key, and uses no more memory than was lent (LAMINA_LEASE_BYTES). When a lease ends, its processes end, and the
+kernel wipes the memory before reuse. When one of them ends, so does the lease. The end of a debtor's link shows that
+the debtor is gone.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ CLAIM_S = 10.0  # for a debtor to connect to its guest
 END_S = 1.0  # for a guest to end by itself, after its debtor's order
 
 
-def guest_name(lease: int, debtor: str) -> str:
-    """Return the name of the connection by which a debtor reaches the guest of a lease."""
-    return f"g{lease}:{debtor}"
+def guest_name(lease: int, debtor: str, part: int = 0) -> str:
+    """Return the name of the connection by which a debtor reaches a guest of a lease."""
+    return f"g{lease}.{part}:{debtor}"
 
 
 class LenderService:
@@ -81,8 +82,9 @@ class LenderService:
         self.name, self._ledger_at, self._key, self._threads = name, ledger, key, threads
         self.creditor = Creditor(name, blocks, terms, self._busy, lacks_since)
         self._lock = threading.RLock()
-        self.guests: dict[int, GuestProcess] = {}
-        self._awaited: dict[str, tuple[int, float]] = {}  # name of a connection -> lease and deadline
+        self.guests: dict[tuple[int, int], GuestProcess] = {}  # lease and part -> guest
+        self._ending = set[int]()  # leases whose guests end
+        self._awaited: dict[str, tuple[int, int, float]] = {}  # name of a connection -> lease, part and deadline
         self._debtors: dict[str, Callable[[msgspec.Struct], None]] = {}  # debtor -> function that sends it a message
         self._beat_at = 0.0
         self._local_need, self._budget = needs, GuestBudget(most_cores, most_gbps, time.monotonic())
@@ -125,7 +127,7 @@ class LenderService:
     def close(self) -> None:
         """End all guests."""
         self._listener.close()
-        for lease in list(self.guests):
+        for lease in {lease for lease, _ in list(self.guests)}:
             self._end(lease)
         if self._ledger is not None:
             self._ledger.close()
@@ -184,7 +186,8 @@ class LenderService:
                 if isinstance(answer, LoanRefused):
                     orders = self._addressed(self.creditor.outdone_by(message))
                 if isinstance(answer, LoanGranted):
-                    self._awaited[guest_name(answer.lease, name)] = answer.lease, now + CLAIM_S
+                    for part in range(message.parts):
+                        self._awaited[guest_name(answer.lease, name, part)] = answer.lease, part, now + CLAIM_S
                     log.info("lease %d: %d MiB to %s", answer.lease, answer.blocks, name)
             if answer is not None:
                 tell(answer)
@@ -210,33 +213,44 @@ class LenderService:
         """
         with self._lock:
             awaited = self._awaited.pop(name, None)
-            if awaited is None or awaited[0] not in self.creditor.leases:
+            if awaited is None or awaited[0] not in self.creditor.leases or awaited[0] in self._ending:
                 return False
-            lease = awaited[0]
-            lent = len(self.creditor.leases[lease].blocks) * BLOCK_BYTES
+            lease, part, _ = awaited
+            held = self.creditor.leases[lease]
             try:
                 with sock:
-                    guest = self.guests[lease] = start_guest(sock, keys, self._threads, lent)
+                    lent = len(held.blocks) * BLOCK_BYTES // held.parts
+                    guest = self.guests[lease, part] = start_guest(sock, keys, self._threads, lent)
             except OSError:
-                self.creditor.end_lease(lease)
+                self._end_now(lease)
                 raise
             self.creditor.own_blocks.add(lease)
         threading.Thread(
-            target=self._watch, args=(lease, guest.process), name=f"lamina-guest-{lease}", daemon=True
+            target=self._watch, args=(lease, part, guest.process), name=f"lamina-guest-{lease}", daemon=True
         ).start()
         return True
 
-    def _watch(self, lease: int, process: SpawnedProcess) -> None:
+    def _watch(self, lease: int, part: int, process: SpawnedProcess) -> None:
         fate = exit_status_text(process.wait())
         with self._lock:
-            if (guest := self.guests.pop(lease, None)) is not None:
+            if (guest := self.guests.pop((lease, part), None)) is not None:
                 guest.close()
-            debtor = self.creditor.leases[lease].debtor if lease in self.creditor.leases else ""
-            if debtor:
-                self.creditor.end_lease(lease)
+            is_first, held = lease not in self._ending, self.creditor.leases.get(lease)
+            self._end_now(lease)
         log.info("lease %d: its memory worker %s", lease, fate)
-        if debtor:
-            self._tell(debtor, GuestEnded(lease=lease, fate=fate))
+        if held is not None and is_first:
+            self._tell(held.debtor, GuestEnded(lease=lease, fate=fate))
+
+    def _end_now(self, lease: int) -> None:
+        """Kill the guests of a lease. Once none is left, its blocks are free."""
+        left = [guest for (number, _), guest in self.guests.items() if number == lease]
+        for guest in left:
+            guest.process.kill()
+        self._ending.add(lease)
+        if not left:
+            self._ending.discard(lease)
+            if lease in self.creditor.leases:
+                self.creditor.end_lease(lease)
 
     def _end(self, lease: int, debtor: str = "") -> None:
         """End a lease. Its blocks are free once its process is gone."""
@@ -244,18 +258,19 @@ class LenderService:
             held = self.creditor.leases.get(lease)
             if held is None or (debtor and held.debtor != debtor):
                 return
-            guest = self.guests.get(lease)
-            if guest is None:
-                self.creditor.end_lease(lease)
+            guests = [guest for (number, _), guest in self.guests.items() if number == lease]
+            if not guests:
+                self._end_now(lease)
                 return
         patience_s = END_S if debtor not in ("", self.name) else 0.0  # an engine does not wait for its own
-        if not guest.process.has_ended(patience_s):
-            guest.process.kill()
+        if not all(guest.process.has_ended(patience_s) for guest in guests):
+            with self._lock:
+                self._end_now(lease)
 
     def _end_overdue(self, now: float) -> None:
         with self._lock:
-            late = [lease for lease, until in self._awaited.values() if until <= now]
-            self._awaited = {n: x for n, x in self._awaited.items() if x[1] > now}
+            late = [lease for lease, _, until in self._awaited.values() if until <= now]
+            self._awaited = {n: x for n, x in self._awaited.items() if x[2] > now}
             over = [x.number for x in self.creditor.leases.values() if x.until <= now]
         for lease in {*late, *over}:
             self._end(lease)

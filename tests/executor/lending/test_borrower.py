@@ -160,6 +160,39 @@ def test_a_guest_that_has_ended_hides_nothing_of_what_the_others_read() -> None:
     assert budget.exceeded() == ""
 
 
+def test_guests_of_ranks_come_and_go_together() -> None:
+    """Two ranks: a loan is a row of two guests. One whose row is not whole yet waits for it."""
+    guests = [SimpleNamespace(nbytes=n, key=b"", loan=None, index=-1) for n in (5, 5, 6)]
+    asked = list[tuple[list[int], list[int]]]()
+
+    class Rows(Elastic):
+        def plan_borrowed(self, coming: list[int], leaving: list[int]) -> list[int]:
+            asked.append((coming, leaving))
+            return coming or leaving
+
+        def begin(self, change: list[int], *moved: Any, coming: Any = (), reason: str = "") -> None:
+            self.begun = [change, *moved, [m.nbytes for m in coming]]
+
+    rows, config = Rows(), make_config({**OPTIONS, "memory_workers": 4, "tensor_parallel_size": 2})
+    cohort: Any = SimpleNamespace(kv_bytes=[[1, 1], [1, 1]], start_borrowed=lambda guest, key: None)
+    link = SimpleNamespace(send=lambda message: None)
+    stay = [SimpleNamespace(handle=None)] * 4
+    members: Any = SimpleNamespace(
+        memory=stay, prepare=lambda guest, on_loan: SimpleNamespace(nbytes=guest.nbytes, link=link)
+    )
+    links = Links(guests=guests)
+    one = Borrower(config, members, cohort, rows, links)  # type: ignore[arg-type]
+    one.between_rounds(engine_with())
+    assert asked == [([5, 5], []), ([5, 5], [])]
+    assert rows.begun == [[5, 5], [5, 5]]
+    assert [guest.index for guest in guests] == [4, 5, -1]
+    assert [guest.nbytes for guest in links.arrived] == [6]
+    members.memory = [*stay, *[SimpleNamespace(handle=None)] * 4]  # stand-ins of lost ones
+    other = Borrower(config, members, cohort, rows, Links())  # type: ignore[arg-type]
+    other.between_rounds(engine_with())
+    assert rows.begun[:2] == [[4, 5], [4, 5]]
+
+
 def test_a_guest_that_is_too_small_goes_back_and_the_others_stay() -> None:
     """Its link ends first, so that no worker waits until it ends."""
 

@@ -24,8 +24,9 @@ import pytest
 
 from lamina.cli.launch import main
 from lamina.config.flat_options import make_config
+from lamina.env import LEASE_BYTES
 from lamina.executor.launchers import local
-from lamina.executor.lending import borrower, lender_service, lending_listener
+from lamina.executor.lending import borrower, borrower_links, lender_service, lending_listener
 from lamina.executor.lending.borrower_links import BorrowerLinks, GuestWorker
 from lamina.executor.lending.guest_workers import cpu_seconds
 from lamina.executor.lending.ledger_service import LedgerService
@@ -86,8 +87,8 @@ class Street:
         until(lambda: name in self.shown(), f"{name} is not known")
         return service
 
-    def debtor(self, name: str, own: LenderService | None = None) -> BorrowerLinks:
-        debtor = BorrowerLinks(self.place, KEY, name, own=own)
+    def debtor(self, name: str, own: LenderService | None = None, parts: int = 1) -> BorrowerLinks:
+        debtor = BorrowerLinks(self.place, KEY, name, own=own, parts=parts)
         self._stack.callback(debtor.close)
         return debtor
 
@@ -138,6 +139,38 @@ def test_a_guest_is_a_memory_worker_with_a_key_of_its_own_and_none_of_the_cluste
         link.recv(SOON_S)
 
 
+@pytest.mark.parametrize("end", ["one is killed", "it goes back", "a part never comes"])
+def test_the_guests_of_a_lease_share_its_memory_and_end_together(
+    end: str, street: Street, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each rank of a debtor. The blocks are free again once all have ended."""
+    service, debtor = street.creditor("c", 8), street.debtor("d", parts=3)
+    if end == "a part never comes":
+        monkeypatch.setattr(lender_service, "CLAIM_S", 0.5)
+        monkeypatch.setattr(borrower_links, "guest_name", lambda lease, name, part: f"g{lease}.{part % 2}:{name}")
+        debtor.request_blocks(5)
+        until(lambda: service.creditor.answered, "it is not asked")
+        debtor.request_blocks(0)
+        until(lambda: not service.guests and service.creditor.free_blocks == 8, "the blocks do not come back")
+        return
+    debtor.request_blocks(5)
+    guests = [guest_of(debtor) for _ in range(3)]
+    assert [guest.nbytes for guest in guests] == [(5 << 20) // 3] * 3
+    assert len({guest.key for guest in guests}) == 3
+    until(lambda: len(service.guests) == 3, "some do not start")
+    pids = [guest.process.pid for guest in service.guests.values()]
+    limits = {Path(f"/proc/{pid}/environ").read_bytes().partition(LEASE_BYTES.encode() + b"=")[2][:7] for pid in pids}
+    assert limits == {str((5 << 20) // 3).encode()}
+    if end == "one is killed":
+        os.kill(pids[1], signal.SIGKILL)
+        until(lambda: all(guest.exit_reason() for guest in guests), "the debtor does not hear of it")
+    else:
+        debtor.give_back(guests[2])
+    until(lambda: service.creditor.free_blocks == 8, "the blocks do not come back")
+    assert not service.guests
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 PLACED = {"partition": "spill", "memory_workers": 2, "transport": "shm", "lending_place": "z1/r2/h3"}
 
 
@@ -148,7 +181,8 @@ def test_an_engine_lends_and_borrows_where_its_file_says_that_it_is(
     monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
     ledger, places = f"{street.place[0]}:{street.place[1]}", list[str]()
 
-    def links(ledger: Any, key: bytes, name: str, place: str, own: Any) -> Any:
+    def links(ledger: Any, key: bytes, name: str, place: str, own: Any, parts: int) -> Any:
+        assert parts == 1
         places.append(place)
         return SimpleNamespace(close=lambda: None)
 
@@ -439,5 +473,5 @@ def test_another_key_or_version_is_one_line(
     assert "refuses this process" in capsys.readouterr().err
     monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
     monkeypatch.setattr(lending_listener, "VERSION", 7)
-    with pytest.raises(ValueError, match="uses version 7 .* show version 3: install the same Lamina"):
+    with pytest.raises(ValueError, match="uses version 7 .* show version 4: install the same Lamina"):
         open_link(street.place, KEY, FromLedger, name="show", peer=lending_listener.LEDGER_NAME, what="ledger")
