@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ class KvStorage:
     def __init__(self, config: EngineConfig, server: str) -> None:
         self._options, self._server, self._chunk = config.offload, server, config.batching.prefill_chunk
         self._ranks = config.topology.tensor_parallel_size
+        # Memory workers after these are on loan: they store nothing, and get no secret.
+        self._homes = config.topology.memory_workers if config.topology.may_borrow else math.inf
         self._secret, self._era = _keys_of(config.offload)
         # Each host has a directory.
         self.is_per_host = bool(config.offload.kv_store_dir and config.launch.may_span_hosts)
@@ -41,17 +44,29 @@ class KvStorage:
 
     def config_for(self, index: int, workers: int, identity: bytes) -> OffloadConfig | None:
         """Return the storage of memory worker ``index`` of ``workers``; None without offload. Those after ``workers``
-        keep the parity of what others load, and store nothing.
+        keep the parity of what others load, and store nothing, as do workers on loan.
         """
         if not self.is_enabled:
             return None
+        rank, workers = index % self._ranks, int(min(workers, self._homes))
+        if index >= workers:
+            return OffloadConfig(
+                backend=STORES_NOTHING,
+                total_bytes=0,
+                workers=workers,
+                policy=self._options.kv_eviction_policy,
+                identity=identity,
+                rank=rank,
+                ranks=self._ranks,
+                keeps=False,
+            )
         return OffloadConfig(
-            backend=self._options.backend if index < workers else STORES_NOTHING,
+            backend=self._options.backend,
             total_bytes=self._options.total_bytes,
             workers=workers,
             policy=self._options.kv_eviction_policy,
             identity=identity,
-            rank=index % self._ranks,
+            rank=rank,
             ranks=self._ranks,
             chunk_tokens=self._chunk,
             ttl_s=parse_seconds(self._options.kv_store_ttl, "--kv-offload ttl="),

@@ -11,7 +11,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The storage in which a memory worker keeps offloaded pages; see kv.storage.StorageConfig. ``total_bytes``,
     ``memory_bytes``: bytes of all ``workers`` together; each has an equal part. ``chunk_tokens``: tokens of a prefill
     chunk. ``rank``: the worker's rank, of ``ranks`` that share the model's heads. ``ttl_s``: seconds after which unused
-    pages are deleted; 0: never.
+    pages are deleted; 0: never. ``keeps``: False for workers on loan and for parity, which store nothing.
     """
 
     backend: str
@@ -27,6 +27,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes = b""
     server: str = ""
     memory_bytes: int = 0
+    keeps: bool = True
 
 
 class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages"):

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from simulated import ready
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.flat_options import replace_options
 from lamina.executor.kv_storage import KvStorage
 from lamina.protocol.offload_messages import StoredPages
+
+
+def test_workers_on_loan_store_nothing_and_get_no_secret_and_no_directory(tmp_path: Path) -> None:
+    loans = {"borrow": "1GiB", "ledger": "h:1", "partition": "spill", "memory_workers": 4, "tensor_parallel_size": 2}
+    offload = {"kv_store_dir": str(tmp_path / "store"), "kv_offloading_size": "1MiB"}
+    storage = KvStorage(replace_options(EngineConfig(), {**loans, **offload}), "a")
+    home, guest = (storage.config_for(index, 6, b"m") for index in (3, 5))
+    assert home is not None
+    assert guest is not None
+    assert (home.workers, home.rank, home.keeps) == (4, 1, True), "guests take no part of the size"
+    assert home.secret
+    assert (guest.keeps, guest.rank, guest.total_bytes, guest.memory_bytes) == (False, 1, 0, 0)
+    assert (guest.secret, guest.directory, guest.server) == (b"", "", "")
 
 
 def test_a_page_that_somebody_has_given_up_is_nobodys() -> None:

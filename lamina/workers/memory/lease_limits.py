@@ -33,6 +33,12 @@ def check_allowed_for_guest(what: str, wanted: bool) -> None:
         raise ValueError(conflict_text("--lending borrow.max", what))
 
 
+def check_keeps_no_pages() -> None:
+    """Raise ValueError on a memory worker on loan, which is to store nothing outside of its pool."""
+    if lease_bytes():
+        raise ValueError("a memory worker on loan is requested to store pages outside of the memory that was lent")
+
+
 def listener_terms(name: str) -> ListenTerms:
     """Return the terms of a memory worker's listener. Raises ValueError for a bad name."""
     if not lease_bytes():

@@ -48,7 +48,7 @@ from .kv_transfer.peer_links import PeerLinks
 from .kv_transfer.prefix_send import PrefixSender
 from .kv_transfer.reshard import KvReshard
 from .kv_transfer.transfer_mesh import TransferMesh
-from .lease_limits import check_allowed_for_guest
+from .lease_limits import check_keeps_no_pages
 from .memory_bandwidth import measure_read_bandwidth
 from .offload.page_capacity import page_capacity
 from .offload.page_transfers import PageTransfers
@@ -378,9 +378,9 @@ class MemoryWorker:
 
     def _open_tier(self, offload: OffloadConfig, store: KvStore, epoch: int) -> None:
         """Open the storage backend of offloaded pages. Raises ValueError if it cannot be opened."""
-        place = "--kv-offload dir=" if offload.directory else "--kv-offloading-size"
-        check_allowed_for_guest(place, wanted=True)
-        room = page_capacity(offload, store.bind_request, store.bind_reply.kv_bytes)
+        if offload.keeps:
+            check_keeps_no_pages()
+        room = page_capacity(offload, store.bind_request, store.bind_reply.kv_bytes) if offload.keeps else 0
         medium, gone = self._medium_of(offload)
         recipe = Provenance(PROMPT, offload.chunk_tokens, build_id(), offload.ranks)
         report, meter, trace = self._report, self._counters, self._trace
@@ -398,6 +398,7 @@ class MemoryWorker:
             read=self._pages.read,
             parity=self._parity,
             expires=offload.ttl_s > 0,
+            keeps=offload.keeps,
         )
         try:
             keys = self.transfers.listed_pages(MAX_LISTED_PAGES)

@@ -48,7 +48,7 @@ class StorePreallocation:
             self.arena.clear()
             if bind is None:
                 return
-            if offload is not None:
+            if offload is not None and offload.keeps:
                 page_capacity(offload, bind, bind.kv_bytes)
             if is_first_store and bind.kv_bytes > (free := available_bytes(self._device)):
                 raise ValueError(not_enough_memory_message(bind.kv_bytes, free))

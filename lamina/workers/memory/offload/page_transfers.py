@@ -14,6 +14,7 @@ nothing of it reaches the pool or storage any more.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -101,18 +102,20 @@ class PageTransfers:
         read: Callable[[bytes, Mapping[PageFragment, memoryview]], None] | None = None,
         parity: ParityReplies | ParityPages | None = None,
         expires: bool = False,
+        keeps: bool = True,
     ) -> None:
         """``report``: called from other threads, too; may raise LinkClosedError. ``recipe``: of pages of prompts.
         ``read``: for loads, instead of the storage backend's. ``parity``: for loads of the parity worker, or of those
-        whose parity it keeps. The parity worker saves nothing, and reports each save as done. ``expires``: whether
-        stored pages have a time to live.
+        whose parity it keeps. ``expires``: whether stored pages have a time to live. ``keeps``: whether pages are
+        saved. If not, the parity worker reports each save as done, as others have all pages, and a worker on loan
+        reports the pages before the first one that lies there.
         """
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, epoch
         self.fragments, self._recipe, self._trace = StoreFragments(store, rank), recipe, trace
         self._expire_at = time.monotonic() if expires else math.inf  # when to look for expired pages
         self._prefetcher, self._rate_limiter = Prefetcher(medium, self.fragments, meter), SaveRateLimiter()
         self._last = -1  # the number of the last transfer that was begun
-        self._parity = parity
+        self._parity, self._keeps = parity, keeps
         of_page = read or medium.read
 
         def read_page(op: LoadKv, page: int, layers: range, into: Mapping[PageFragment, memoryview]) -> None:
@@ -156,18 +159,19 @@ class PageTransfers:
             return
         self._check(plan)
         key = MessageKey.for_step(MessageKind.PLAN, plan)
-        saved = () if isinstance(self._parity, ParityPages) else plan.ops
-        saves = [self._save_of(op, key) for op in saved if isinstance(op, SaveKv)]
+        wanted = [op for op in plan.ops if isinstance(op, SaveKv)]
+        saves = deque(self._save_of(op, key) for op in wanted if self._keeps)
+        elsewhere = deque(self._num_elsewhere(op) for op in wanted if not self._keeps)
         for op in plan.ops:
             if isinstance(op, ContextShift):  # overwrites what is being saved
                 self._copy(op.sequence)
         self._store.apply_plan(plan)
         for op in plan.ops:
             if isinstance(op, SaveKv):
-                if isinstance(self._parity, ParityPages):
-                    self._tell(op, len(op.keys), [], "")
+                if self._keeps:
+                    self._add(saves.popleft(), self._store.staging.record_event())
                 else:
-                    self._add(saves.pop(0), self._store.staging.record_event())
+                    self._tell(op, elsewhere.popleft(), [], "")
             elif isinstance(op, DeletePages | SetRetention):
                 self._queue.put(op)
             elif isinstance(op, PrefetchHint):
@@ -193,6 +197,14 @@ class PageTransfers:
         written = store.committed.report().get(op.sequence, 0) >= op.first + op.count
         pages: list[PageBlocks | StateSlot | None] = [self._locate(op, number, place) for number in range(len(op.keys))]
         return _PageTask(op, key, pages, written, left=set(range(len(pages))) if written else set())
+
+    def _num_elsewhere(self, op: SaveKv) -> int:
+        """Return the number of the first pages of a save that other workers have, and keep."""
+        if isinstance(self._parity, ParityPages):
+            return len(op.keys)
+        place = self._store.tables.location(op.sequence)
+        firsts = (op.first + number * PAGE for number in range(len(op.keys)))
+        return sum(1 for _ in itertools.takewhile(lambda first: not self.fragments.owns_page(first, place), firsts))
 
     def _locate(self, op: SaveKv, number: int, location: KvLocation) -> PageBlocks | StateSlot | None:
         if op.is_of_states:

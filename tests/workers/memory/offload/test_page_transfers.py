@@ -665,6 +665,19 @@ def test_pages_of_other_lanes_are_not_expected() -> None:
         transfers.end()
 
 
+@pytest.mark.parametrize(
+    ("partition", "lane", "elsewhere"), [("request", 0, PAGES), ("request", 1, 0), ("token", 0, 1)]
+)
+def test_one_on_loan_saves_nothing_and_tells_which_pages_others_keep(partition: str, lane: int, elsewhere: int) -> None:
+    store, said, kept = stores(partition, (1.0, 1.0), block_size=128)[1], SimpleQueue[TransferDone](), medium()
+    fill(store, 1, KvLocation(lane), 1)
+    transfers = PageTransfers(kept, store, said.put, Counters(), epoch=3, keeps=False)  # type: ignore[arg-type]
+    transfers.begin_plan(plan(save(), Free(1), step=100))
+    assert said.get(timeout=WAIT_S) == TransferDone(epoch=3, transfer_id=0, num_pages=elsewhere)
+    transfers.end()
+    assert not kept.pages()
+
+
 def test_nothing_is_written_behind_the_end_of_a_view() -> None:
     kept = medium()
     first = Bench(kept)
