@@ -145,6 +145,7 @@ SETTINGS: dict[str, Setting] = {
     "--lending ledger": _given("ledger", "h:1", partition="spill", borrow="1GiB"),
     "--lending place": _given("lending_place", "z/r/h", **_LOANS, borrow="1GiB"),
     "--lending borrow.max": _given("borrow", "1GiB", **_LOANS),
+    "--lending borrow.wait_s": _given("borrow_wait_s", 5.0, **_LOANS, borrow="1GiB"),
     "--lending lend.share": _given("lend", 0.5, **_LOANS, kv_memory="1GiB"),
     "--lending lend.address": _given("lend_address", "h:1", **_LOANS, lend=0.5, kv_memory="1GiB"),
     "--lending lend.max_gbps": _given("lend_gbps", 2.0, **_LOANS, lend=0.5, kv_memory="1GiB"),
@@ -260,8 +261,6 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for other, why in {
             "--memory-workers 1": "it needs two or more memory workers",
             "--memory-weights": "memory workers need equal parts",
-            "--launcher ray": "memory workers must be on this host",
-            "--launcher static": "memory workers must be on this host",
             "--memory-addresses": "memory workers join and leave, at free addresses",
             "--memory-device cuda": "KV must be in the memory of this host",
             "--memory-device auto": "KV must be in the memory of this host",
@@ -271,14 +270,15 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--kv-sparsity select": "copied KV has no index of its blocks",
         }.items()
     },
+    ("--kv-parity 1", "--launcher ray"): "memory workers must be on this host",
+    ("--kv-parity 1", "--launcher static"): "memory workers must be on this host",
     **{
         (lending, other): why
         for lending in ("--lending borrow.max", "--lending lend.share")
         for other, why in {
+            "--launcher ray": "a lost loan needs another worker at once, and Ray's places are taken at the start",
+            "--launcher static": "a lost loan needs another worker at once, and you start the workers",
             "--pipeline auto": "loans change the memory workers that it has measured",
-            "--tensor-parallel-size 2 or more": "ranks have memory workers of their own",
-            "--kv-offloading-size": "all KV must be in the pool",
-            "--kv-offload dir=": "all KV must be in the pool",
             "--decode-only": "all KV must be in the pool",
         }.items()
     },
@@ -429,6 +429,7 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--lending lend.address", ("--lending lend.share",)): "borrowers connect to it",
     ("--lending lend.max_gbps", ("--lending lend.share",)): "it bounds what borrowers read",
     ("--lending lend.share", ("--kv-cache-memory-bytes",)): "it is a share of that size",
+    ("--lending borrow.wait_s", ("--lending borrow.max", "--lending lend.share")): "requests wait for loans",
     ("--lending borrow.max", ("--partition spill",)): "parts of a sequence are on loan",
     ("--lending lend.share", ("--partition spill",)): "parts of a sequence come back from loans",
     ("--memory-sms", ("--memory-device cuda", "--memory-device auto")): "only a GPU has multiprocessors",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -38,6 +39,7 @@ class Played(NamedTuple):
     losses: int
     preemptions: int
     changes: int
+    counts: Counter[str]  # of what memory workers have done
 
 
 class BegunRequest(NamedTuple):
@@ -192,7 +194,7 @@ class EnginePlay(Play):
         for place, output in self._ended.items():
             answers[place] = _told(output)
         wire, preemptions = self._wire, engine.scheduler.num_preemptions
-        return Played(answers, wire.losses, preemptions, wire.elastic.changes)
+        return Played(answers, wire.losses, preemptions, wire.elastic.changes, wire.counts)
 
     def heard(self) -> HeardByReaders:
         """Returns the outputs that readers have by now."""

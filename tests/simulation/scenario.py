@@ -167,6 +167,25 @@ def leaving(seed: int) -> Scenario:
                    changes=(change,), faults=tuple(sorted(faults, key=lambda f: f.at_s)))  # fmt: skip
 
 
+def borrowing(seed: int) -> Scenario:
+    """The scenario of ``seed``, while loans come and go: memory workers on which nothing begins, and nothing is stored.
+    Those at home keep KV in host memory, too.
+    """
+    of, rng = scenario(seed), random.Random(f"borrowing {seed}")
+    options = {
+        **of.options, "memory_workers": 2, "prefill_workers": 0, "enable_prefix_caching": True,
+        "kv_offloading_size": "1MiB", "preemption_mode": rng.choice(("swap", "auto", "recompute")),
+        "borrow": "1GiB", "ledger": "a:1",
+    }  # fmt: skip
+    blocks, times = least_lending(2) + rng.choice((0, 0, 1, 2)), sorted(rng.uniform(0.0, 0.4) for _ in range(4))
+    guests = [rng.randint(2, 4) for _ in times]
+    changes = tuple(PlannedChange(at_s, workers, blocks) for at_s, workers in zip(times, guests, strict=True))
+    victims = [("memory", w) for w in range(4)]
+    faults = tuple(Fault(rng.uniform(0.0, 0.4), rng.choice(victims)) for _ in range(rng.choice((0, 1, 1, 2))))
+    return replace(of, options=options, partition="spill", windows=(0,), num_blocks=blocks, asks=_again(seed, of.asks),
+                   changes=changes, faults=tuple(sorted(faults, key=lambda f: f.at_s)))  # fmt: skip
+
+
 def talking(seed: int) -> Scenario:
     """Turns of sessions, which keep KV in the pool and outside of it; some are longer than the context."""
     rng = random.Random(f"talking {seed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -30,13 +31,14 @@ from lamina.scheduler.surviving_kv import SurvivingTokens
 from simulation.copies import SimCopies
 from simulation.play import is_broken
 from simulation.run import ScenarioError, check, check_restart, play, smaller
-from simulation.scenario import Scenario, leaving, planned, scenario
+from simulation.scenario import Scenario, borrowing, leaving, planned, scenario
 from simulation.workers import SimMemory
 
 SEEDS, PARTS, MANY = 300, 6, 1000
 RESTARTS = 120
 PLANNED = 96
 LEAVING = 24
+BORROWING = 60
 ENOUGH = 600  # seeds, of which one must be broken by a mistake
 
 
@@ -350,6 +352,23 @@ MISTAKES = {
         lambda self, of, length, right=OffloadIndex.keys_of, **more: right(self, of, length, **more)[::-1],
     ),
 }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(2))
+def test_loans_come_and_go_beside_stored_pages(part: int) -> None:
+    """With deaths of workers at home and on loan."""
+    counts, losses, changes = Counter[str](), 0, 0
+    for seed in range(part, BORROWING, 2):
+        outcome = check(borrowing(seed))
+        counts, losses, changes = counts + outcome.counts, losses + outcome.losses, changes + outcome.changes
+    assert min(counts["written on loan"], counts["loaded pages"], losses, changes) > BORROWING / 4
+
+
+def test_a_worker_on_loan_that_is_said_to_have_saved_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages would be loaded there."""
+    replacing(SimMemory, "num_elsewhere", lambda self, op: len(op.keys))(monkeypatch)
+    assert any(breaks(borrowing(seed)) for seed in range(BORROWING))
 
 
 # Of what happens as memory workers come and go.

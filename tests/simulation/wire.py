@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from lamina.executor.step_reorder_buffer import StepReorderBuffer
@@ -49,7 +49,10 @@ class SimExecutor:
         self.elastic = SimElastic(self._rng, clock)
         self._batches = scenario.options["pipeline"]
         self._replicas = max(1, self._batches - 1)
-        self.memory = [SimMemory(w, layout) for w in range(scenario.options["memory_workers"])]
+        self.counts = Counter[str]()  # of what memory workers have done
+        self._homes = scenario.options["memory_workers"]  # those after it are on loan, if it borrows
+        self._borrows = bool(scenario.options.get("borrow"))
+        self.memory = self._memory_workers(self._homes)
         self._num_prefill = scenario.options["prefill_workers"]
         self._keeps = bool(scenario.options.get("kv_offloading_size"))
         self.view, self._era = 1, b""
@@ -93,7 +96,13 @@ class SimExecutor:
         if not self._keeps:
             return None
         return OffloadFacts(secret=b"s" * 32, identity=b"", page_size=PAGE, pages=[list(w.medium) for w in self.memory],
-                         capacities=[MOST_KEPT] * len(self.memory), era=self._era)  # fmt: skip
+                         capacities=[MOST_KEPT * (not w.on_loan) for w in self.memory], era=self._era)  # fmt: skip
+
+    def _memory_workers(self, count: int) -> list[SimMemory]:
+        return [self._memory_worker(number) for number in range(count)]
+
+    def _memory_worker(self, number: int) -> SimMemory:
+        return SimMemory(number, self.layout, self.counts, on_loan=self._borrows and number >= self._homes)
 
     # Wire:
     def submit(self, new: RunRound) -> None:
@@ -144,7 +153,7 @@ class SimExecutor:
         self.view += 1
         for kind, number in self._dead:
             if kind == "memory":
-                self.memory[number] = SimMemory(number, self.layout)
+                self.memory[number] = self._memory_worker(number)
         self._dead.clear()
         if self._again:
             met = self._rng.randint(0, len(self.memory))
@@ -209,9 +218,9 @@ class SimExecutor:
         capacity = None
         if self.elastic.due and not self._dead:
             self.layout, before = self.elastic.commit(self.memory), self.memory
-            self.memory = [SimMemory(w, self.layout) for w in range(1 + max(max(h) for h in self.layout.holders))]
+            self.memory = self._memory_workers(1 + max(max(h) for h in self.layout.holders))
             if len({x for worker in (*before, *self.memory) for x in worker.weights}) == 1:  # all have all heads
-                for worker in self.memory:  # as if they shared a directory
+                for worker in (w for w in self.memory if not w.on_loan):  # as if they shared a directory
                     worker.medium = {key: blocks for other in before for key, blocks in other.medium.items()}
             capacity = capacity_of(self.layout)
         self.view += 1  # what was to happen in the one before will not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,10 +58,14 @@ class PoolShape(NamedTuple):
 
 
 class SimMemory:
-    """A memory worker. It gets positions, and finds them by its tables."""
+    """A memory worker. It gets positions, and finds them by its tables. ``counts``: of what it has done. ``on_loan``:
+    whether it stores no pages.
+    """
 
-    def __init__(self, number: int, layout: PoolShape) -> None:
-        self.number = number
+    def __init__(
+        self, number: int, layout: PoolShape, counts: Counter[str] | None = None, *, on_loan: bool = False
+    ) -> None:
+        self.number, self.counts, self.on_loan = number, Counter[str]() if counts is None else counts, on_loan
         self.groups = [g for g, holders in enumerate(layout.holders) if number in holders]
         self.tables = layout.tables(self.groups)
         self.written = CommittedTokens()
@@ -107,6 +112,7 @@ class SimMemory:
         for group, weight in enumerate(self.weights):
             if (block := self.block(group, sequence, place, number)) is not None:
                 block[at] = stored * weight
+                self.counts["written on loan"] += self.on_loan
 
     def total(self, sequence: int, place: KvLocation, position: int, span: range) -> int:
         """Returns the sum of what a query at ``position`` sees of the positions ``span`` and is kept here."""
@@ -134,6 +140,8 @@ class SimMemory:
     def transfer(self, op: SaveKv | LoadKv, rng: random.Random) -> TransferDone:
         """Save pages into a medium of MOST_KEPT, or load them, of which some are lost."""
         done, gone = len(op.keys), list[bytes]()
+        if isinstance(op, SaveKv) and self.on_loan:
+            return TransferDone(epoch=0, transfer_id=op.transfer_id, num_pages=self.num_elsewhere(op))
         if isinstance(op, SaveKv):
             for key, blocks in reversed(self._saves.pop(op.transfer_id)):
                 if not blocks:  # others keep it
@@ -146,6 +154,8 @@ class SimMemory:
             assert op.sequence in self.tables.sequences, "a sequence has gone while it was loaded"
             for number in reversed(range(len(op.keys))):
                 key, blocks = op.keys[number], self._page(op, number)
+                assert not (blocks and self.on_loan), "a worker on loan is to load a page"
+                self.counts["loaded pages"] += bool(blocks)
                 if blocks and (rng.random() < 0.1 or key not in self.medium):
                     done = number
                 for block, stored in zip(blocks, self.medium.get(key, []), strict=False):
@@ -158,6 +168,11 @@ class SimMemory:
             evicted=gone,
             error="" if done == len(op.keys) else "lost",
         )
+
+    def num_elsewhere(self, op: SaveKv) -> int:
+        """The number of first pages that others have."""
+        saved = self._saves.pop(op.transfer_id)
+        return next((n for n, (_, blocks) in enumerate(saved) if blocks), len(saved))
 
     def drop(self, op: DeletePages) -> None:
         """Drops pages after those that are saved."""

@@ -111,9 +111,9 @@ class StreamReader:
 class LendingProcesses:
     """A ledger and servers, with one key of their cluster."""
 
-    def __init__(self) -> None:
-        """Raises OSError where something does not start."""
-        self._key, self._started = secrets.token_bytes(32), list[StartedCommand]()
+    def __init__(self, key: str = "") -> None:
+        """``key``: in hexadecimal; empty: a new one. Raises OSError where something does not start."""
+        self._key, self._started = bytes.fromhex(key) or secrets.token_bytes(32), list[StartedCommand]()
         self._targets, self._folder = list[DebtorServer](), tempfile.TemporaryDirectory()
         self._environment = {**os.environ, KEY: self._key.hex()}
         try:

@@ -128,11 +128,16 @@ class OffloadIndex(Feature):
         self._forget_queries()
 
     def _room(self, rooms: Several[int]) -> int:
-        """The capacity in pages over all KV shards. ``rooms``: the pages of which each worker can store its part."""
+        """The capacity in pages over all KV shards. ``rooms``: the pages of which each worker can store its part; 0 for
+        a worker on loan.
+        """
         if not rooms:
             return 0
         lanes_of = Counter(worker for owners in self._holders for worker in owners)
-        return len(self._holders) * min(rooms[w] // lanes_of[w] for owners in self._holders for w in owners)
+        lanes = [
+            min(rooms[w] // lanes_of[w] for w in owners) for owners in self._holders if all(rooms[w] for w in owners)
+        ]
+        return len(lanes) * min(lanes, default=0)
 
     def find_loadable(self, sequence: Sequence, beyond: int) -> KvStart | None:
         """Return what a waiting sequence can load, if that is more than ``beyond`` tokens; else None.

@@ -37,19 +37,23 @@ Told = list[tuple[list[int], Any]]
 
 
 class Lent:
-    """Two creditors of a block each, their ledger, and an engine that borrows."""
+    """Two creditors of a block each, their ledger, and an engine that borrows. ``ranks``: of the engine, each with two
+    memory workers. ``options``: its others.
+    """
 
-    def __init__(self, path: str, stack: ExitStack) -> None:
+    def __init__(self, path: str, stack: ExitStack, ranks: int = 1, **options: Any) -> None:
         self._stack, self._over = stack, threading.Event()
         self.path, self.ledger = path, LedgerService(HERE, bytes.fromhex(KEY))
         self._run(self.ledger)
-        self.creditors = [self._creditor(name) for name in ("c1", "c2")]
-        with LLM(path, transport="loopback", memory_workers=1, kv_memory="8MB", **TINY) as llm:
+        self.creditors, self.homes = [self._creditor(name) for name in ("c1", "c2")], 2 * ranks
+        parallel: dict[str, Any] = {**TINY, "tensor_parallel_size": ranks}
+        with LLM(path, transport="loopback", memory_workers=ranks, kv_memory="8MB", **parallel) as llm:
             self.large = told(llm, [LONG, SHORT])
             self.crowd = [o.token_ids for r in llm.generate(CROWD, CROWDED) for o in r.outputs]
         borrowing = {"borrow": "4MiB", "ledger": self.ledger.address, "borrow_wait_s": 30.0}
-        borrowing["enable_prefix_caching"] = False  # so homes are empty once requests have ended
-        self.llm: LLM = stack.enter_context(LLM(path, transport="shm", **SPILL, **borrowing, **TINY))
+        borrowing |= options or {"enable_prefix_caching": False}  # so homes are empty once requests have ended
+        pool = {**SPILL, "memory_workers": self.homes, "kv_memory": f"{290 // ranks}KB"}
+        self.llm: LLM = stack.enter_context(LLM(path, transport="shm", **{**pool, **borrowing, **parallel}))
 
     def _run(self, service: Any) -> None:
         thread = threading.Thread(target=service.serve, args=(self._over,))
