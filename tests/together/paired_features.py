@@ -122,7 +122,7 @@ FAST = (
     ("--kv-cache-dtype int8", "--kv-offload dir="), ("structured output", "--tensor-parallel-size 2"),
     ("--partition request", "--pipeline auto"), ("--pipeline auto", "--prefill-workers 1"),
     ("--context-overflow truncate", "--prefill-workers 1"), ("--tensor-parallel-size 2", "--prefill-workers 1"),
-    ("--kv-sparsity evict", "--prefill-workers 1"),
+    ("--kv-sparsity evict", "--prefill-workers 1"), ("--kv-sparsity evict", "--pipeline auto"),
 )  # fmt: skip
 
 
