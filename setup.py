@@ -66,7 +66,7 @@ setup(
     cmdclass={"build_ext": BuildNative},
     ext_modules=[
         native("lamina.ops.attention._attention", *sorted(glob("csrc/attention/*.cpp"))),
-        native("lamina.ops.gemm._gemm", *sorted(glob("csrc/gemm/*.cpp"))),
+        native("lamina.ops.gemm._gemm", *sorted(glob("csrc/gemm/*.cpp")), flags=["-ffp-contract=off"]),
         # A product and a sum are rounded one by one, as torch does; loops without errno and traps become vectors.
         native(
             "lamina.ops.rows._rows",

@@ -18,6 +18,8 @@ inline bool avx512_usable() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
+inline bool avx512_vnni_usable() { return avx512_usable() && __builtin_cpu_supports("avx512vnni"); }
+
 inline bool avx512_bf16_usable() { return avx512_usable() && __builtin_cpu_supports("avx512bf16"); }
 
 // Matrix registers, of bf16. Asks the system for them, too.

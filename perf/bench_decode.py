@@ -39,6 +39,7 @@ TURN_STEPS = 8
 REST_S = 0.01  # before a turn, while idle threads of the one before go on spinning for work
 CHECKED = 2  # sequences of each competitor
 CHUNK = 512  # of a prompt, in a step of Lamina's
+SHAPES: dict[str, dict[str, int]] = {"246m": {}, "1b": {"hidden_size": 2048, "intermediate_size": 8192}}
 SUBJECT = "lamina shm"  # whom all are compared with
 
 
@@ -164,23 +165,33 @@ def main() -> None:
     parser.add_argument("--family", default="llama", help="of the model: " + ", ".join(FAMILIES))
     parser.add_argument("--layers", type=int, default=16, help="of a llama")
     add_sampling(parser)
-    parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
+    parser.add_argument(
+        "--peers",
+        default="",
+        help=f"other engines, by comma, or all: {', '.join(PEERS)}; with weights as openvino:int8",
+    )
     parser.add_argument(
         "--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers/install.sh)"
     )
-    parser.add_argument("--quantization", default="", help="further Lamina engines, by comma: int8, int4")
+    parser.add_argument(
+        "--quantization",
+        default="",
+        help="further Lamina engines, by comma: int8, int4; with rows of int8 as int4:int8",
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="246m", help="of a llama")
     parser.add_argument("--without", default="", help="competitors that are not to take part, by comma")
     args = parser.parse_args()
     if SUBJECT in args.without.split(","):
         raise SystemExit(f"--without {SUBJECT}: all others are compared with it; leave it in")
     for name in filter(None, args.peers.split(",") if args.peers != "all" else ()):
-        if name not in PEERS:
+        peer, _, form = name.partition(":")
+        if peer not in PEERS or form not in ("", "int8", "int4"):
             raise SystemExit(f"--peers {name}: there are {', '.join(PEERS)}, or all; their folder is --peer-folder's")
     sampling = sampling_of(args)
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
     settings = {k: v for k, v in vars(args).items() if k not in ("peer_folder", "write")}
-    shape = {"num_hidden_layers": args.layers} if args.family == "llama" else {}
+    shape = SHAPES[args.shape] | {"num_hidden_layers": args.layers} if args.family == "llama" else {}
     with made(args.dtype, shape, family=args.family) as path:
         print(record("bench_decode", settings, measure(path, args, sampling), write=args.write))
 
@@ -211,7 +222,8 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
         ),
     }
     for form in filter(None, args.quantization.split(",")):
-        more = {**common, "quantization": form}
+        weights, _, compute = form.partition(":")
+        more = {**common, "quantization": weights, "quantization_compute": compute or "auto"}
         makers[f"lamina {form}"] = partial(DecodeLamina, path, prompts, total, sampling, transport="shm", **more)
     if not args.temperature:
         del makers["lamina greedy"]  # all are
@@ -230,8 +242,7 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
         "kv_bytes": kv_bytes * args.batch * (args.prompt + total),
     }
     for name in PEERS if args.peers == "all" else filter(None, args.peers.split(",")):
-        python = str(args.peer_folder / name / "bin" / "python")
-        makers[name] = partial(DecodePeer, python, name, settings)
+        makers[name] = partial(DecodePeer, args.peer_folder, name, settings)
     for name in filter(None, args.without.split(",")):
         if not makers.pop(name, None):
             raise SystemExit(f"--without {name}: no competitor has that name; it may be one of {', '.join(makers)}")
@@ -242,7 +253,7 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
             try:
                 players[name] = make_player()
             except (OSError, RuntimeError) as e:
-                if name not in PEERS:
+                if name.partition(":")[0] not in PEERS:
                     raise
                 missing[name] = str(e)
         figures = run_rounds(players, args.tokens // TURN_STEPS, args.batch)

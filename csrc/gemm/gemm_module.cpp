@@ -90,7 +90,7 @@ struct Engine {
 
  private:
   const Kernel& kernel_of(const Problem& p) const {
-    if (p.form) return variant->quantized[static_cast<int>(p.type)];
+    if (p.form) return (p.form->int8_x ? variant->int8_rows : variant->quantized)[static_cast<int>(p.type)];
     return p.packed ? variant->packing->kernel : variant->kernels[static_cast<int>(p.type)];
   }
 
@@ -155,27 +155,27 @@ PyObject* engine_pack(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return without_gil([&] { Object::engine_of(self).pack(p, pointer(v[1])); }) ? Py_NewRef(Py_None) : nullptr;
 }
 
-// A Form by six numbers: bits, block, by_channel, type of scales, offsets, address of 16 floats. False with an error set
-// where there is none like that.
+// A Form by seven numbers: bits, block, by_channel, type of scales, offsets, int8_x, address of 16 floats. False with an
+// error set where there is none like that.
 bool form_of(const unsigned long long* v, Form* form) {
-  *form = {v[0], v[1], v[2] != 0, static_cast<Type>(v[3]), v[4] != 0, {}};
+  *form = {v[0], v[1], v[2] != 0, static_cast<Type>(v[3]), v[4] != 0, {}, v[5] != 0};
+  if (v[6]) std::memcpy(form->values, pointer(v[6]), sizeof form->values);
   if (!quantized::is_known(*form) || v[3] > 2)
     return PyErr_Format(PyExc_ValueError, "no weights of %llu bits by blocks of %llu", v[0], v[1]), false;
-  if (v[5]) std::memcpy(form->values, pointer(v[5]), sizeof form->values);
   return true;
 }
 
 PyObject* engine_quantized_bytes(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  unsigned long long v[8];
+  unsigned long long v[9];
   Form form;
-  if (!numbers("quantized_bytes", args, count, 8, 5, v) || !form_of(v + 2, &form)) return nullptr;
+  if (!numbers("quantized_bytes", args, count, 9, 5, v) || !form_of(v + 2, &form)) return nullptr;
   return PyLong_FromSize_t(quantized::bytes(form, v[0], v[1]));
 }
 
 PyObject* engine_pack_quantized(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  unsigned long long v[12];
+  unsigned long long v[13];
   Form form;
-  if (!numbers("pack_quantized", args, count, 12, 9, v) || !form_of(v + 6, &form)) return nullptr;
+  if (!numbers("pack_quantized", args, count, 13, 9, v) || !form_of(v + 6, &form)) return nullptr;
   const quantized::Plain from{static_cast<const std::uint8_t*>(pointer(v[0])), pointer(v[1]), pointer(v[2])};
   Engine& engine = Object::engine_of(self);
   const bool enough = without_gil([&] { engine.pack_quantized(form, from, v[4], v[5], pointer(v[3])); });
@@ -183,9 +183,9 @@ PyObject* engine_pack_quantized(PyObject* self, PyObject* const* args, Py_ssize_
 }
 
 PyObject* engine_quantized_rows(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  unsigned long long v[12];
+  unsigned long long v[13];
   Form form;
-  if (!numbers("quantized_rows", args, count, 12, 9, v) || !form_of(v + 6, &form)) return nullptr;
+  if (!numbers("quantized_rows", args, count, 13, 9, v) || !form_of(v + 6, &form)) return nullptr;
   const auto* const ids = static_cast<const std::int64_t*>(pointer(v[0]));
   for (std::size_t i = 0; i < v[3]; ++i)
     if (ids[i] < 0 || static_cast<unsigned long long>(ids[i]) >= v[4])
@@ -203,9 +203,9 @@ PyObject* run_linear(PyObject* self, const Problem& p, const void* x) {
 }
 
 PyObject* engine_linear_quantized(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  unsigned long long v[14];
+  unsigned long long v[15];
   Form form;
-  if (!numbers("linear_quantized", args, count, 14, 4, v) || !form_of(v + 8, &form)) return nullptr;
+  if (!numbers("linear_quantized", args, count, 15, 4, v) || !form_of(v + 8, &form)) return nullptr;
   const auto at = [&](int i) { return pointer(v[i]); };
   return run_linear(self, {static_cast<Type>(v[4]), nullptr, at(1), at(2), at(3), v[5], v[6], v[7], 0, true, &form},
                     at(0));

@@ -76,20 +76,33 @@ constexpr int kTileRows = 6;
 
 const Variant* variants() {
   static const Kernel by_pairs[3] = {quantized::kAvx512[0], quantized::kAvx512Bf16, quantized::kAvx512[2]};
+  const Kernel* const by_int8 = avx512_vnni_usable() ? quantized::kInt8Vnni : quantized::kInt8Avx2;
   static const Variant all[kVariants] = {
       // Pairs go at half the rate of floats there, and have the same bits.
-      {"amx", amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, &kAmxPanels, quantized::kAvx512},
+      {"amx",
+       amx_usable(),
+       {avx512::kernel<float>, kAmx, avx512::kernel<Half>},
+       &kAmxPanels,
+       quantized::kAvx512,
+       by_int8},
       {"avx512_bf16",
        avx512_bf16_usable(),
        {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>},
        &kAvx512Bf16Panels,
-       by_pairs},
+       by_pairs,
+       by_int8},
       {"avx512",
        avx512_usable(),
        {avx512::kernel<float>, kAvx512, avx512::kernel<Half>},
        &kAvx512Panels,
-       quantized::kAvx512},
-      {"avx2", avx2_usable(), {avx2::kernel<float>, kAvx2Bf16, kAvx2Half}, &kAvx2Panels, quantized::kAvx2},
+       quantized::kAvx512,
+       by_int8},
+      {"avx2",
+       avx2_usable(),
+       {avx2::kernel<float>, kAvx2Bf16, kAvx2Half},
+       &kAvx2Panels,
+       quantized::kAvx2,
+       quantized::kInt8Avx2},
   };
   return all;
 }

@@ -25,6 +25,7 @@ struct Form {
   Type scales;  // type of scales and offsets
   bool offsets;  // there are some
   float values[16];  // of codes of 4 bits, each exact in bf16
+  bool int8_x;  // rows of x become int8
 };
 
 // x [rows, k] is contiguous, as its kernel prepared it. w [cols, k] has ``type``, and ldw elements from row to row.
@@ -90,6 +91,7 @@ struct Variant {
   Kernel kernels[3];  // by Type
   const Packing* packing;  // of bf16, or null
   const Kernel* quantized;  // for weights of few bits, by Type of x, b and y
+  const Kernel* int8_rows;  // for those whose x becomes int8
 };
 
 extern const Kernel kAmx, kAvx512Bf16, kAvx512, kAvx2Bf16;  // bf16

@@ -5,17 +5,30 @@
 namespace lamina::gemm::quantized {
 namespace {
 
+// Where the 8-bit code k of a column lies in its block, and the 4-bit one in its dword.
+inline std::size_t place8(const Form& form, std::size_t k, std::size_t column) {
+  const std::size_t together = form.int8_x ? 4 : 2;
+  return (k / together * kCols + column) * together + k % together;
+}
+inline std::size_t shift4(const Form& form, std::size_t k) {
+  const std::size_t i = k % kCodesTogether;
+  return form.int8_x ? i % 4 * 8 + i / 4 * 4 : i / 2 * 4 + i % 2 * 16;
+}
+
+// What is added to an 8-bit code.
+inline std::uint8_t bias8(const Form& form) { return form.int8_x ? 128 : 0; }
+
 // The codes of one block of a column, in its place of a panel. After the end of k codes are 0, and so is x.
 void pack_codes(const Form& form, const std::uint8_t* from, std::size_t count, std::size_t column, char* to) {
   if (form.bits == 8) {
     for (std::size_t k = 0; k < form.block; ++k)
-      to[(k / 2 * kCols + column) * 2 + k % 2] = static_cast<char>(k < count ? from[k] : 0);
+      to[place8(form, k, column)] = static_cast<char>((k < count ? from[k] : 0) + bias8(form));
     return;
   }
   for (std::size_t k = 0; k < form.block; k += kCodesTogether) {
     std::uint32_t word = 0;
     for (std::size_t i = 0; i < kCodesTogether && k + i < count; ++i)
-      word |= static_cast<std::uint32_t>(from[k + i] & 15) << (i / 2 * 4 + i % 2 * 16);
+      word |= static_cast<std::uint32_t>(from[k + i] & 15) << shift4(form, i);
     std::memcpy(to + (k / kCodesTogether * kCols + column) * sizeof word, &word, sizeof word);
   }
 }
@@ -32,11 +45,10 @@ float number(const char* at, Type type) {
 
 // The number q of a column's code at k in a block.
 float code(const Form& form, const char* block, std::size_t k, std::size_t column) {
-  if (form.bits == 8) return static_cast<signed char>(block[(k / 2 * kCols + column) * 2 + k % 2]);
+  if (form.bits == 8) return static_cast<signed char>(block[place8(form, k, column)] - bias8(form));
   std::uint32_t word;
   std::memcpy(&word, block + (k / kCodesTogether * kCols + column) * sizeof word, sizeof word);
-  const std::size_t i = k % kCodesTogether;
-  return form.values[word >> (i / 2 * 4 + i % 2 * 16) & 15];
+  return form.values[word >> shift4(form, k) & 15];
 }
 
 }  // namespace

@@ -7,6 +7,13 @@
 //
 // Every instruction set does this for every number of rows, so results have the same bits. AVX512-BF16 alone takes
 // numbers below 2^-126 in magnitude for zeros.
+//
+// Form::int8_x: each row of x becomes scale_x * q_x first, and all products and sums of q and q_x are exact int32.
+// - scale_x = (largest magnitude of the row) / 127.5, rounded to fp32, as compressed-tensors has it.
+// - q_x = x / scale_x, rounded to fp32, then to the nearest integer, to even, then to at most 127. It is 0 if scale_x is.
+// - y = fma(scale, sum, y), then y = fma(offset, sum of q_x, y), for one block after the other. Both sums are rounded to
+//   fp32. By channel all of k is one block.
+// - y = y * scale_x, rounded once. A row with an infinity or NaN gives NaN.
 #pragma once
 
 #include "gemm/linear.h"
@@ -19,7 +26,8 @@ constexpr std::size_t kCodesTogether = 8;  // numbers of k whose 4-bit codes are
 // Panels of columns, one after the other. By block, a panel is [block] of parameters and codes; by channel, it is
 // parameters, then [block] of codes. Parameters: scales [column], then offsets [column] if there are any.
 // Codes of 4 bits: [k / 8][column] dwords; the lower half has k0 k2 k4 k6 from its lowest bit on, the upper half the
-// others. Codes of 8 bits: [k / 2][column][2].
+// others. Codes of 8 bits: [k / 2][column][2]. With int8_x: 4 bits: byte i has k(i) in its lower half, and k(i + 4) in
+// the upper one; 8 bits: [k / 4][column][4] of q + 128.
 struct Layout {
   explicit Layout(const Form& form)
       : values(kCols * (form.scales == Type::kFloat ? 4 : 2)), codes(values * (form.offsets ? 2 : 1)),
@@ -34,9 +42,18 @@ struct Layout {
   std::size_t parameters;  // from a block's parameters to the next ones
 };
 
+// Whether 4-bit codes stand for consecutive integers, which kernels of int8_x multiply.
+inline bool are_integers(const Form& form) {
+  for (std::size_t i = 0; i < 16; ++i)
+    if (form.values[i] != form.values[0] + static_cast<float>(i) || form.values[0] > 0 || form.values[0] < -128)
+      return false;
+  return form.values[0] == static_cast<float>(static_cast<int>(form.values[0]));
+}
+
 // Whether kernels multiply weights of this form.
 inline bool is_known(const Form& form) {
-  return (form.bits == 4 || form.bits == 8) && form.block && form.block % kCodesTogether == 0;
+  const bool fits = (form.bits == 4 || form.bits == 8) && form.block && form.block % kCodesTogether == 0;
+  return fits && (!form.int8_x || (form.block % 16 == 0 && (form.bits == 8 || are_integers(form))));
 }
 
 inline std::size_t blocks(const Form& form, std::size_t k_size) { return (k_size + form.block - 1) / form.block; }
@@ -61,5 +78,6 @@ void row(const Form& form, const void* w, std::size_t k_size, std::size_t n, flo
 
 extern const Kernel kAvx512Bf16;  // of bf16
 extern const Kernel kAvx512[3], kAvx2[3];  // by Type
+extern const Kernel kInt8Vnni[3], kInt8Avx2[3];  // with int8_x, by Type
 
 }  // namespace lamina::gemm::quantized

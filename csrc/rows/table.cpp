@@ -18,6 +18,7 @@ std::optional<gemm::Form> read_form(Reader& in) {
   form.by_channel = in.next(0, 1) != 0;
   form.scales = static_cast<gemm::Type>(in.next(0, 2));
   form.offsets = in.next(0, 1) != 0;
+  form.int8_x = in.next(0, 1) != 0;
   for (float& value : form.values) value = static_cast<float>(in.real());
   if (!gemm::quantized::is_known(form)) in.failed = true;
   return form;
@@ -72,8 +73,10 @@ bool fits(const Instruction& each, const std::vector<std::int64_t>& row_bytes) {
       if (view.type == Type::kInt || view.type != each.views[0].type) return false;
       if (!each.leading && !each.form && view.type != Type::kBf16) return false;  // others are not packed
     }
-    if (each.kind == Kind::kLookUp && each.form && i < 2 && (view.type != (i ? Type::kFloat : Type::kInt)))
-      return false;
+    if (each.kind == Kind::kLookUp && !quantized) {
+      const Type due = i == 0 ? Type::kInt : each.form ? Type::kFloat : each.views[2].type;
+      if (view.type != due || (i && each.inner > 1 && view.inner != 1)) return false;  // a row is copied as it lies
+    }
     if (!room || each.kind == Kind::kLinear) continue;  // weights; rows of a linear layer have no steps
     __int128 end = last(each.inner, view.inner) + 1;
     for (std::size_t d = 0; d < kDims; ++d) end += last(each.sizes[d], view.outer[d]);

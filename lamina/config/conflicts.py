@@ -115,6 +115,7 @@ SETTINGS: dict[str, Setting] = {
     "--hf-overrides": _given("hf_overrides", OVERRIDES_EXAMPLE),
     "--quantization": _given("quantization", "awq"),
     "--quantization int8 or int4": Setting(lambda c: c.model.quantization in ONLINE, {"quantization": "int8"}),
+    "--quantization-compute int8": _equal("quantization_compute", "int8"),
     "--gemm native": _equal("gemm", "native"),
     "--partition token": _equal("partition", "token"),
     "--partition request": _equal("partition", "request"),
@@ -290,6 +291,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--attention-backend native or numba", "--memory-device cuda"): "it computes on CPUs",
     ("--attention-backend flashinfer", "--kv-cache-dtype int8 or fp8"): "it stores K and V only as --dtype",
     ("--quantization int8 or int4", "--compute-device cuda"): "weights are packed on CPUs",
+    ("--quantization-compute int8", "--compute-device cuda"): "weights are packed on CPUs",
     ("--gemm native", "--compute-device cuda"): "it computes on CPUs",
     ("--pipeline auto", "--pipeline 2 or more"): "it chooses the number of batches, of which auto:N sets the most",
     ("--tensor-parallel-size 2 or more", "--memory-workers 1"): "each rank has memory workers of its own",
@@ -324,7 +326,12 @@ CONFLICTS: dict[tuple[str, str], str] = {
     },
     **{
         (option, NN_MODULE): "it is used as it is, so give the directory of a checkpoint"
-        for option in ("--tensor-parallel-size 2 or more", "--hf-overrides", "--quantization")
+        for option in (
+            "--tensor-parallel-size 2 or more",
+            "--hf-overrides",
+            "--quantization",
+            "--quantization-compute int8",
+        )
     },
     ("--spare-compute", NN_MODULE): "its compute worker is a thread of this process",
     ("--launcher ray", "--compute-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",

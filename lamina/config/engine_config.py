@@ -44,6 +44,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored_format, which needs torch
+QUANTIZATION_COMPUTE = ("auto", "int8", "float")
 ONLINE = ("int8", "int4")  # of floats, while they are loaded
 # vLLM's names of stored formats, and of its kernels for two of them.
 METHODS = (
@@ -88,6 +89,12 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         "int8 or int4: round linear layers of a float checkpoint while loading (lm_head: int8). The format of a "
         "quantised checkpoint is found without this flag; vLLM's name of it, such as awq, is accepted",
     ] = ""
+    quantization_compute: Annotated[
+        str,
+        Choices(QUANTIZATION_COMPUTE),
+        "activations that int4 and int8 weights multiply on CPUs: int8, by a scale for each row (faster for several), "
+        "float (as --dtype), or auto (as the checkpoint says)",
+    ] = "auto"
     deterministic: Annotated[
         bool,
         "make results independent of other requests in the batch, except for rounding after a preemption; slower",

@@ -212,12 +212,15 @@ def stored_format(directory: Path, raw: dict[str, Any] | None = None) -> quantiz
     return quantization.open_format(str(directory), settings) if settings else None
 
 
-def check_quantization(directory: Path, asked: str) -> None:
-    """Raise ModelError unless ``asked``, the value of --quantization, suits the stored weights."""
-    settings = None if gguf_file.is_gguf(directory) or not asked else _quantization_settings(directory)
+def check_quantization(directory: Path, asked: str, compute: str = "auto") -> None:
+    """Raise ModelError unless ``asked``, the value of --quantization, and ``compute``, that of --quantization-compute,
+    suit the stored weights.
+    """
+    is_asked = asked or compute == "int8"
+    settings = None if gguf_file.is_gguf(directory) or not is_asked else _quantization_settings(directory)
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     method = "gguf" if gguf_file.is_gguf(directory) else str(method) if settings else ""
-    quantization.check_agrees(str(directory), method, asked)
+    quantization.check_agrees(str(directory), method, asked, compute)
 
 
 def _quantization_settings(directory: Path, raw: dict[str, Any] | None = None) -> Any:

@@ -83,6 +83,7 @@ def load(
     allow_unused_weights: bool = False,
     hf_overrides: str = "",
     quantization: str = "",
+    quantization_compute: str = "auto",
     progress: OnProgress | None = None,
     rank: int = 0,
     size: int = 1,
@@ -99,7 +100,8 @@ def load(
 
     ``backend``: linear layers of a quantised checkpoint stay packed, as this backend takes them. Other quantised
     weights, and all of them without a backend, become numbers of ``dtype``. ``quantization``: int8 or int4 of linear
-    layers that are stored as floats, which needs a backend; or the checkpoint's format.
+    layers that are stored as floats, which needs a backend; or the checkpoint's format. ``quantization_compute``:
+    whether rows become int8 for packed weights of integers: "auto" (as the checkpoint says), "int8" or "float".
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
@@ -108,6 +110,7 @@ def load(
             "--tensor-parallel-size 2 or more": size > 1,
             "--hf-overrides": hf_overrides,
             "--quantization": quantization,
+            "--quantization-compute int8": quantization_compute == "int8",
         }
         if names := [name for name, is_asked in asked.items() if is_asked]:
             raise ModelError(conflict_text(names[0], NN_MODULE))
@@ -116,7 +119,7 @@ def load(
     report("opening the checkpoint", 0, 1)  # a hub id may be fetched
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
-    check_quantization(directory, quantization)
+    check_quantization(directory, quantization, quantization_compute)
     if (rounding := BY_NAME.get(quantization)) is not None and backend is None:
         raise ModelError(conflict_text("--quantization int8 or int4", "--compute-device cuda"))
     with LOAD_LOCK:  # these make models, during which torch's default dtype is another one
@@ -127,7 +130,8 @@ def load(
     stamps = file_stamps(directory)
     with LOAD_LOCK:
         if size > 1 or is_quantized(directory) or rounding is not None:
-            reader = PartReader(directory, config, kind, trust_remote_code, rank, size, backend, rounding)
+            how = rank, size, backend, rounding, quantization_compute
+            reader = PartReader(directory, config, kind, trust_remote_code, *how)
             model, part = _read_part(reader, progress)
         else:
             model, part = _from_pretrained(directory, config, kind, trust_remote_code, progress), WHOLE_MODEL
@@ -372,6 +376,7 @@ class PartReader(NamedTuple):
     size: int
     backend: LinearBackend | None
     rounding: RoundToNearest | None = None
+    compute: str = "auto"
 
 
 def _read_part(given: PartReader, progress: OnProgress | None) -> tuple[nn.Module, WeightShard]:
@@ -391,7 +396,7 @@ def _read_part(given: PartReader, progress: OnProgress | None) -> tuple[nn.Modul
             if given.backend is None:
                 read_shard(model, directory, shard, dtype, tensors)
             else:
-                layers = replace_layers(model, directory, shard, given.backend, given.rounding)
+                layers = replace_layers(model, directory, shard, given.backend, given.rounding, given.compute)
                 packed = {name for each in layers for name in each.stored}
                 read_shard(model, directory, shard, dtype, tensors, packed)
                 for each in layers:

@@ -49,20 +49,22 @@ def plan_cuts(
     hf_overrides: str = "",
     backend: LinearBackend | None = None,
     quantization: str = "",
+    quantization_compute: str = "auto",
 ) -> CutPlan:
     """Cut a model without weights. ``model``: a directory, a hub id or a configuration file. ``ranks``: with several,
     the result is the part of the first one. ``early_q``: as in ``converter.convert``. ``backend``: linear layers of a
     quantised checkpoint stay packed, as in ``load``, where its files are here, and so do those of others with a
-    ``quantization`` of int8 or int4. If provably the same, a few layers are captured and the others derived from them;
-    else all are captured.
+    ``quantization`` of int8 or int4. ``quantization_compute``: as in ``load``. If
+    provably the same, a few layers are captured and the others derived from them; else all are captured.
     """
     config = configuration(model, trust_remote_code=trust_remote_code, hf_overrides=hf_overrides)
     limit, keep = max_model_len(config), not trust_remote_code
-    packed_from = _packed_files(model, trust_remote_code, quantization) if backend is not None else None
+    asked = quantization, quantization_compute
+    packed_from = _packed_files(model, trust_remote_code, *asked) if backend is not None else None
 
     def pack(made: nn.Module, shard: ShardPlan) -> nn.Module:
         if packed_from is not None and backend is not None:
-            replace_layers(made, packed_from, shard, backend, BY_NAME.get(quantization))
+            replace_layers(made, packed_from, shard, backend, BY_NAME.get(quantization), quantization_compute)
         return made
 
     module = from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -89,15 +91,15 @@ def plan_cuts(
     return CutPlan(module, whole, None)
 
 
-def _packed_files(model: str, trust_remote_code: bool, quantization: str) -> Path | None:
+def _packed_files(model: str, trust_remote_code: bool, quantization: str, compute: str) -> Path | None:
     """Return the directory or file of a checkpoint whose weights are here, and packed in memory; None for others.
-    Raises ModelError for a ``quantization`` that does not suit it.
+    Raises ModelError for a ``quantization``, or a ``compute``, that does not suit it.
     """
     path = Path(model).expanduser()
     if path.is_file() and not is_gguf(path):
         return None
     directory = find_checkpoint(model, trust_remote_code=trust_remote_code, weights=False)
-    check_quantization(directory, quantization)
+    check_quantization(directory, quantization, compute)
     files = weight_files(directory) if is_quantized(directory) or quantization in BY_NAME else []
     return directory if files and all(file.is_file() for file in files) else None
 

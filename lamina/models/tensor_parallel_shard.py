@@ -218,7 +218,7 @@ def _reduced_linear(module: Any, part: WeightShard) -> Forward:
         width = module.in_features if packed else module.weight.shape[-1]
         if x.shape[-1] != width:
             x = x[..., part.rank * width : (part.rank + 1) * width]
-        y: Tensor = ALL_REDUCE_OP(module.product(x) if packed else F.linear(x, module.weight))
+        y: Tensor = ALL_REDUCE_OP(module.product(x, part.size) if packed else F.linear(x, module.weight))
         return y if module.bias is None else y + module.bias
 
     return forward

@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
     parser.add_argument("--quantization", default="", help=OPTIONS["quantization"].help)
+    parser.add_argument("--quantization-compute", default="auto", help=OPTIONS["quantization_compute"].help)
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="T", help="show the part of the first of T ranks (1)"
     )
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "tensor_parallel_size", "length")
     sparsity = _sparsity(args)
     _check_dtype(args.dtype)
-    ModelOptions(quantization=args.quantization)
+    ModelOptions(quantization=args.quantization, quantization_compute=args.quantization_compute)
     OPTIONS["kv_cache_dtype"].check(args.kv_cache_dtype)
     if args.print_config:
         settings = {k: v for k, v in vars(args).items() if k not in ("command", "print_config", "dry_run")}
@@ -158,9 +159,15 @@ def _check_dtype(dtype: str) -> None:
 
 
 def _describe(model: nn.Module, ranks: int) -> dict[str, str]:
+    from lamina.models.quantization.quantized_linear import packed_forms
+    from lamina.ops.gemm.quantized import PackedForm
+
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     part = f" (rank 0 of {ranks})" if ranks > 1 else ""
-    return {"architecture": type(model).__name__ + part, "dtype": "/".join(sorted(dtypes))}
+    forms = [PackedForm.decode(form) for form in packed_forms(model).values()]
+    rows = sum(form.int8_inputs for form in forms)
+    packed = f", {len(forms)} packed weights, {rows} by rows of int8" if forms else ""
+    return {"architecture": type(model).__name__ + part, "dtype": "/".join(sorted(dtypes)) + packed}
 
 
 def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
@@ -178,6 +185,7 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
         allow_unused_weights=True,
         backend=gemm.get("auto", 1),
         quantization=args.quantization,
+        quantization_compute=args.quantization_compute,
     )
     limit, keep = loaded.max_model_len, not trust
     program = convert_model(loaded.model, max_model_len=limit, part=loaded.part, early_q=args.early_q, keep=keep)
@@ -196,6 +204,7 @@ def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
         early_q=args.early_q,
         backend=gemm.get("auto", 1),
         quantization=args.quantization,
+        quantization_compute=args.quantization_compute,
     )
     return plan.model, plan.program
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -44,6 +45,7 @@ class PeerRun:
         self.sampling: dict[str, Any] = settings["sampling"]  # temperature (0 = greedy), top_k (0 = all), top_p, min_p
         self.kv_gib: int = 1 + settings["kv_bytes"] // GIB
         self.generated: list[list[int]] = [[] for _ in self.prompts]
+        self.form: str = settings.get("form", "")  # of weights: int8 or int4; "" for those of the model
         self.note = ""
         self.begun = 0.0  # when it got the prompts
         self.prompts_s = 0.0  # after which all sequences decode
@@ -61,7 +63,10 @@ class DecodePeer:
     Raises OSError or RuntimeError, with the cause, where it cannot take part.
     """
 
-    def __init__(self, python: str, peer: str, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, settings: dict[str, Any]) -> None:
+        """``name``: of PEERS; or with a form of weights, such as openvino:int8."""
+        peer, _, form = name.partition(":")
+        python, settings = str(folder / peer / "bin" / "python"), {**settings, "form": form}
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(settings, file)
             file.flush()
@@ -125,7 +130,7 @@ def openvino(run: PeerRun) -> Step:
     import openvino  # type: ignore[import-not-found]
     import openvino_genai as genai  # type: ignore[import-not-found]
 
-    folder = export_openvino(run.model, run.model / "openvino")
+    folder = export_openvino(run.model, run.model / f"openvino{run.form}", run.form)
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_seqs = 2 * run.kv_gib, len(run.prompts)
     scheduler.max_num_batched_tokens = 2048
@@ -166,12 +171,16 @@ def openvino(run: PeerRun) -> Step:
     return step
 
 
-def export_openvino(model: Path, folder: Path) -> Path:
-    """``folder``, which has the model as OpenVINO reads it: made once."""
+def export_openvino(model: Path, folder: Path, form: str = "") -> Path:
+    """``folder``, which has the model as OpenVINO reads it: made once. ``form``: int8 by channel, or int4 by 128, the
+    head then int8, which are optimum's defaults. Rows become int8, OpenVINO's default.
+    """
     if not folder.exists():
-        from optimum.intel import OVModelForCausalLM  # type: ignore[import-not-found]
+        from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig  # type: ignore[import-not-found]
 
-        OVModelForCausalLM.from_pretrained(model, export=True, load_in_8bit=False).save_pretrained(folder)
+        how = {"": None, "int8": OVWeightQuantizationConfig(bits=8), "int4": OVWeightQuantizationConfig(bits=4)}[form]
+        options = {"load_in_8bit": False} if how is None else {"quantization_config": how}
+        OVModelForCausalLM.from_pretrained(model, export=True, **options).save_pretrained(folder)
     return folder
 
 
@@ -185,6 +194,12 @@ def llama_cpp(run: PeerRun) -> Step:
         write_gguf(run.model, file)
     run.note = "KV in fp16"
     lib.llama_backend_init()
+    if run.form:  # rows of int8, by 32
+        kind = {"int8": lib.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": lib.LLAMA_FTYPE_MOSTLY_Q4_0}[run.form]
+        how, whole, file = lib.llama_model_quantize_default_params(), file, file.with_suffix(f".{run.form}.gguf")
+        how.ftype, how.nthread = kind, run.threads
+        if not file.exists() and lib.llama_model_quantize(str(whole).encode(), str(file).encode(), ctypes.byref(how)):
+            raise RuntimeError(f"llama.cpp cannot make {run.form} of {whole}")
     model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
     params = lib.llama_context_default_params()
     params.n_ctx = len(run.prompts) * (-(-(len(run.prompts[0]) + run.total + 8) // 256) * 256)
@@ -290,6 +305,7 @@ PEERS = {"vllm": vllm, "openvino": openvino, "llama.cpp": llama_cpp}
 def _begin(peer: str, file: str) -> Callable[[Fields], Fields]:
     run = PeerRun(json.loads(Path(file).read_text()))
     step = PEERS[peer](run)
+    run.note = ", ".join(filter(None, (run.note, f"weights in {run.form}, rows in int8" if run.form else "")))
 
     def reply(question: Fields) -> Fields:
         seconds, before = [], [len(tokens) for tokens in run.generated]

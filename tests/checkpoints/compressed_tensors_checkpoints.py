@@ -18,7 +18,8 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from oracle import oracle
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,6 +42,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
     "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
 }  # fmt: skip
+CASES["w8a8_dynamic"] = CASES["w8a8"]
+CASES["w4a8"] = CASES["int4_group"]
+ACTIVATIONS = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
+WITH_ACTIVATIONS = ("w8a8_dynamic", "w4a8")
+
+
+def round_inputs(module: torch.nn.Module) -> None:
+    """Has a layer round its rows to int8 as the library does, in fp32."""
+    args = QuantizationArgs(**ACTIVATIONS)
+
+    def rounded(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        scale, zero = compute_dynamic_scales_and_zp(inputs[0], args, module)
+        return (fake_quantize(inputs[0], scale, zero, args), *inputs[1:])
+
+    module.register_forward_pre_hook(rounded)
 
 
 def scales_of(w: torch.Tensor, args: QuantizationArgs, name: str) -> dict[str, torch.Tensor]:
@@ -93,15 +109,18 @@ def write(name: str, form: str, args: dict[str, Any], seed: int) -> bool:
         stored = {k: v.detach().contiguous() for k, v in stored.items()}
         tensors |= {f"{owner}.{k}": v for k, v in stored.items()}
         model.get_submodule(owner).weight.data = unpacked(stored, compressor, scheme)
+        if name in WITH_ACTIVATIONS:
+            round_inputs(model.get_submodule(owner))
     path = HERE / f"llama_{name}"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+    activations = ACTIVATIONS if name in WITH_ACTIVATIONS else None
     config["quantization_config"] = {
         "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": args, "input_activations": None}},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": args, "input_activations": activations}},
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config, indent=1))
     known = oracle(model)

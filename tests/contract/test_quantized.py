@@ -354,7 +354,11 @@ def test_a_form_that_no_kernel_has_is_refused() -> None:
     engine = native.Engine(1, "")
     for form in ((5, 32), (4, 0), (4, 12)):
         with pytest.raises(ValueError, match=f"no weights of {form[0]} bits by blocks of {form[1]}"):
-            engine.quantized_bytes(4, 96, *form, 0, 0, 0, 0)
+            engine.quantized_bytes(4, 96, *form, 0, 0, 0, 0, 0)
+    halves = torch.arange(16.0) / 2
+    for group in (32, 24):
+        with pytest.raises(ValueError, match=f"no weights of 4 bits by blocks of {group}"):
+            engine.quantized_bytes(4, 96, 4, group, 0, 0, 0, 1, halves.data_ptr() if group == 32 else 0)
 
 
 def test_row_programs_refuse_forms_that_make_no_sense() -> None:
@@ -378,6 +382,7 @@ def test_row_programs_refuse_forms_that_make_no_sense() -> None:
         replace(good, form=form._replace(numbers=(5, *form.numbers[1:]))),
         replace(good, form=form._replace(numbers=(4, 12, *form.numbers[2:]))),
         replace(good, form=form._replace(numbers=(*form.numbers[:3], 3, *form.numbers[4:]))),
+        replace(good, form=form._replace(numbers=(*form.numbers[:5], 2, *form.numbers[6:]))),
         replace(good, form=None),
         replace(good, leading=32),
         replace(good, kind="layer_norm"),
@@ -412,9 +417,9 @@ AT_THE_END = """
     engine, kept = Engine(2, sys.argv[1]), []
     values = torch.arange(16.0)
     forms = [(4, 32, 0), (4, 128, 1), (8, 16, 0), (8, 128, 1)]
-    for (bits, block, by_channel), kind, offsets in itertools.product(forms, range(3), range(2)):
+    for (bits, block, by_channel), kind, offsets, int8 in itertools.product(forms, range(3), range(2), range(2)):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[kind]
-        form = bits, block, by_channel, kind, offsets, values.data_ptr()
+        form = bits, block, by_channel, kind, offsets, int8, values.data_ptr()
         shapes = (1, 1, block), (2, 33, 3 * block), (9, 34, block), (17, 5, 2 * block), (1, 4, 96), (3, 9, 97)
         for rows, cols, k in shapes:
             if k % block and not by_channel:
@@ -424,6 +429,9 @@ AT_THE_END = """
             packed = at_the_end(torch.zeros(engine.quantized_bytes(cols, k, *form), dtype=torch.uint8))
             engine.pack_quantized(codes, scales, scales, packed, cols, k, *form)
             due = torch.full((rows, cols), k * (1.0 + offsets) + 1).to(dtype)
+            if int8:  # 1 is 127 of 127.5 parts
+                due = torch.full((rows, cols), 127.0 * k * (1 + offsets)) * torch.tensor(1 / 127.5) + 1
+                due = due.to(dtype)
             x, b, y = (at_the_end(torch.ones(shape, dtype=dtype)) for shape in ((rows, k), (cols,), (rows, cols)))
             engine.linear_quantized(x, packed, b, y, kind, rows, cols, k, *form)
             result = torch.zeros_like(due)

@@ -27,6 +27,7 @@ from lamina.models.errors import ModelError
 from lamina.models.load import load
 from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.ops.gemm import get
+from lamina.ops.gemm.quantized import PackedForm
 from lamina.ops.gemm.quantized_op import QUANTIZED_LINEAR_OP
 from lamina.ops.rows import bind_rows, chain_slices
 from lamina.ops.rows.program import ChainedSlice
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.no_retry
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/oracle.json"))
 UNPACKED = {"llama_fp8_channel", "llama_nvfp4"}  # become numbers of the model's dtype
+INT8_ROWS = {"llama_w8a8_dynamic", "llama_w4a8"}  # rows become int8 where weights are packed
 REORDERED = {"llama_gptq_act", "llama_int4_act"}  # pick numbers of rows, which torch does
 BOUND = 1e-4  # of the spread of logits
 
@@ -62,6 +64,13 @@ def test_logits_are_those_of_the_formats_own_library(name: str, entry: str) -> N
     model = load(CHECKPOINTS / name, dtype="float32", backend=backend).model
     packed = sum(isinstance(module, QuantizedLinear) for module in model.modules())
     assert (packed > 0) == (bool(entry) and name not in UNPACKED)
+    if name in INT8_ROWS and entry:
+        forms = [module.form for module in model.modules() if isinstance(module, QuantizedLinear)]
+        assert all(PackedForm.decode(form).int8_inputs for form in forms)
+        floats = load(CHECKPOINTS / name, dtype="float32", backend=backend, quantization_compute="float").model
+        assert worst(floats, oracle(name)) > BOUND, "rows of floats would not be seen"
+    if name in INT8_ROWS and not entry:
+        return  # nothing is packed
     assert worst(model, oracle(name)) < BOUND
     (w,) = (p for n, p in model.named_parameters() if n == "model.layers.0.input_layernorm.weight")
     w.data[5] += 0.05

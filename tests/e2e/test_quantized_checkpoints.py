@@ -31,7 +31,17 @@ def test_tokens_are_those_of_the_formats_own_library(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama_int4_channel", "llama_int4_zeros", "llama_int8_zeros", "llama_fp8_channel"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_int4_channel",
+        "llama_int4_zeros",
+        "llama_int8_zeros",
+        "llama_fp8_channel",
+        "llama_w8a8_dynamic",
+        "llama_w4a8",
+    ],
+)
 def test_ranks_have_parts_of_packed_weights(name: str) -> None:
     tokens_are_due(name, transport="loopback", tensor_parallel_size=2)
 

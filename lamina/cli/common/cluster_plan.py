@@ -106,6 +106,7 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
         hf_overrides=config.model.hf_overrides,
         backend=gemm.get("auto", 1) if on_cpu else None,
         quantization=config.model.quantization,
+        quantization_compute=config.model.quantization_compute,
     ).program
     check_plannable(program)
     shapes = [(call.k.shape[0], call.k.shape[-1], call.v.shape[-1], call.k.dtype) for call in program.calls]

@@ -168,7 +168,9 @@ def rank_facts(model: str, config: EngineConfig, free: int) -> _RankFacts:
     on_cpu = pick_device("--compute-device", config.devices.compute_device, 0).type == "cpu"
     kept, rounding = list[PackedLayer | PackedExperts](), BY_NAME.get(config.model.quantization)
     if on_cpu:
-        kept = replace_layers(planned.model, directory, planned.shard or WHOLE, backend, rounding)
+        kept = replace_layers(
+            planned.model, directory, planned.shard or WHOLE, backend, rounding, config.model.quantization_compute
+        )
     stored = weight_bytes(planned.model, directory, planned.shard)
     layers_of = [layer for each in kept if isinstance(each, PackedLayer) for layer in each.layers]
     linear = [layer for layer in layers_of if isinstance(layer, QuantizedLinear)]

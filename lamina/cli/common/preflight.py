@@ -73,7 +73,7 @@ def _check_checkpoint(directory: Path, config: EngineConfig) -> int:
     _check_cores(config)
     check_store(config.offload)
     compute, memory = device_selection.check(config)
-    check_quantization(directory, given.quantization)
+    check_quantization(directory, given.quantization, given.quantization_compute)
     check_weights(directory)
     weights_dtype(directory, model_config, config.model.dtype)
     free = available_bytes()

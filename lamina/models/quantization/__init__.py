@@ -7,7 +7,7 @@ bytes of a checkpoint are read: nothing in it chooses code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,6 +54,7 @@ class QuantizedTensor:
     ``packed`` reads them as codes with scales; None if they are no such codes, or no 2-D weight. ``experts`` does so
     with a weight of three dimensions: it yields [N, K] of each expert, or None if its parts have several forms.
     ``values`` returns what the format defines, in fp32. All raise ModelError that names the stored tensor at fault.
+    ``int8_inputs``: the checkpoint says that rows which the weight multiplies are int8, as in W8A8.
     """
 
     name: str
@@ -62,6 +63,22 @@ class QuantizedTensor:
     values: Callable[[Read], Tensor]
     packed: Callable[[Read], GroupedCodes] | None = None
     experts: Callable[[Read], Iterator[GroupedCodes | None]] | None = None
+    int8_inputs: bool = False
+
+    def computed(self, compute: str) -> QuantizedTensor:
+        """Return the weight as ``compute``, of --quantization-compute, has it multiplied."""
+        packed, experts = self.packed, self.experts
+        if not (compute == "int8" or (compute == "auto" and self.int8_inputs)):
+            return self
+
+        def with_int8(codes: GroupedCodes) -> GroupedCodes:
+            return replace(codes, int8_inputs=True)
+
+        return replace(
+            self,
+            packed=packed and (lambda read: with_int8(packed(read))),
+            experts=experts and (lambda read: (codes and with_int8(codes) for codes in experts(read))),
+        )
 
 
 class StoredFormat(Protocol):
@@ -78,10 +95,14 @@ class StoredFormat(Protocol):
         ...
 
 
-def check_agrees(where: str, method: str, asked: str) -> None:
-    """Raise ModelError unless ``asked``, of --quantization, suits the model ``where``. ``method``: its quant_method,
-    "gguf", or "" for floats, which may be rounded while they are loaded.
+def check_agrees(where: str, method: str, asked: str, compute: str = "auto") -> None:
+    """Raise ModelError unless ``asked``, of --quantization, and ``compute``, of --quantization-compute, suit the model
+    ``where``. ``method``: its quant_method, "gguf", or "" for floats, which may be rounded while they are loaded.
     """
+    if compute == "int8" and not method and asked not in ONLINE:
+        raise ModelError(
+            f"--quantization-compute int8: {where} is not quantised: have it rounded to {' or '.join(ONLINE)}"
+        )
     if asked in ONLINE and method:
         raise ModelError(f"--quantization {asked} rounds floats, and {where} is stored as {method}: leave it out")
     if asked in METHODS and not method:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,10 @@ class CompressedTensors:
             if value is not None and type(value) is not int:
                 raise ModelError(f"compressed-tensors: {name} of config.json is {value!r}: it must be a whole number")
         self._schemes = {(w.get("num_bits"), w.get("group_size"), bool(w.get("symmetric", True))) for w in weights}
+        self._int8_inputs = {w["num_bits"]: True for w in weights if w.get("num_bits") is not None}
+        for group in schemes:
+            if isinstance(w := group.get("weights"), dict) and not _is_int8(group.get("input_activations")):
+                self._int8_inputs[w.get("num_bits")] = False
 
     def find(self, stored: Mapping[str, StoredWeight]) -> Iterator[QuantizedTensor]:
         for name in stored:
@@ -77,7 +82,7 @@ class CompressedTensors:
         columns, words = packed.shape
         groups = scale.shape[-1] if len(scale.shape) == 2 else 1
         bits, size = self._scheme_of(base, words, groups, f"{base}.weight_zero_point" in stored)
-        return _integers(base, parts, (columns, size), bits)
+        return replace(_integers(base, parts, (columns, size), bits), int8_inputs=self._int8_inputs.get(bits, False))
 
     def _scheme_of(self, base: str, words: int, groups: int, has_zeros: bool) -> tuple[int, int]:
         """Return the bits of a code and K, by the scheme of the configuration that the shapes agree with."""
@@ -115,7 +120,19 @@ class CompressedTensors:
                 scales = scales.float()
             return GroupedCodes(read(weight.name), scales.contiguous(), offsets)
 
-        return QuantizedTensor(weight.name, weight.shape, parts, lambda read: codes(read).dequantized(), codes)
+        int8 = self._int8_inputs.get(8, False)
+        values = lambda read: codes(read).dequantized()  # noqa: E731
+        return QuantizedTensor(weight.name, weight.shape, parts, values, codes, int8_inputs=int8)
+
+
+def _is_int8(activations: Any) -> bool:
+    """Return whether activations of a scheme are symmetric int8."""
+    return (
+        isinstance(activations, dict)
+        and activations.get("num_bits") == 8
+        and activations.get("type", "int") == "int"
+        and bool(activations.get("symmetric", True))
+    )
 
 
 def _column(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lamina.models.errors import ModelError
-from lamina.ops.gemm.quantized import GROUPS, INT4, QuantizedWeight
+from lamina.ops.gemm.quantized import GROUPS, INT4, QuantizedWeight, takes_int8
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -22,7 +22,8 @@ _FLOATS = torch.float32, torch.bfloat16, torch.float16  # of scales
 class GroupedCodes:
     """A weight [N, K] = scale * q + offset. ``codes``: int8 q, or uint8 below 16 that stands for ``values[code]``.
     ``scales``, ``offsets``: [N, G], of one dtype; each is for K / G numbers of k. ``order`` [K], int64: which input of
-    the weight each k is, where groups have no consecutive ones.
+    the weight each k is, where groups have no consecutive ones. ``int8_inputs``: rows that integers multiply become
+    int8.
     """
 
     codes: Tensor
@@ -30,6 +31,7 @@ class GroupedCodes:
     offsets: Tensor | None = None
     values: tuple[float, ...] = INT4
     order: Tensor | None = None
+    int8_inputs: bool = False
 
     @property
     def group(self) -> int:
@@ -87,7 +89,28 @@ class GroupedCodes:
         groups.
         """
         split = self if self.scales.shape[1] == 1 else self._by(self.group)
-        return None if split is None else QuantizedWeight(split.codes, split.scales, split.offsets, split.values)
+        if split is None:
+            return None
+        int8 = self.int8_inputs and takes_int8(8 if self.codes.dtype == torch.int8 else 4, self.values)
+        return QuantizedWeight(split.codes, split.scales, split.offsets, split.values, int8)
+
+    def with_idle_inputs(self) -> GroupedCodes | None:
+        """Return the weight with one more group of inputs, or one input by channel, for which it is zero. None for
+        offsets by channel, which no input is without.
+        """
+        count, by_channel = self.group, self.scales.shape[1] == 1
+        if by_channel and self.offsets is not None:
+            return None
+
+        def more(x: Tensor, width: int, value: int) -> Tensor:
+            return torch.cat([x, x.new_full((len(x), width), value)], 1)
+
+        zero = 0 if self.codes.dtype == torch.int8 else self.values.index(0.0)
+        codes = more(self.codes, 1 if by_channel else count, zero)
+        if by_channel:
+            return replace(self, codes=codes)
+        offsets = None if self.offsets is None else more(self.offsets, 1, 0)
+        return replace(self, codes=codes, scales=more(self.scales, 1, 0), offsets=offsets)
 
     def _by(self, group: int) -> GroupedCodes | None:
         """Return the same weight with the largest groups of kernels that divide ``group``."""
@@ -131,7 +154,7 @@ def joined(parts: Sequence[GroupedCodes]) -> GroupedCodes | None:
         return first
     offsets = [each.offsets for each in parts if each.offsets is not None]
     codes, scales = torch.cat([each.codes for each in parts]), torch.cat([each.scales for each in parts])
-    return GroupedCodes(codes, scales, torch.cat(offsets) if offsets else None, first.values, first.order)
+    return replace(first, codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
 
 
 def unpack_int32(x: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.models.attention_routing import WeightShard
-from lamina.models.errors import ModelError
+from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.models.tensor_parallel_shard import ShardedDim, ShardPlan
 from lamina.ops.gemm import LinearBackend
 from lamina.ops.gemm.quantized import QuantizedWeight
@@ -105,6 +105,11 @@ class _Part(NamedTuple):
         if codes is None or self.cut is None:
             return codes
         by_column = (self.cut.dim == -1) == self.module.is_transposed
+        if not by_column and codes.int8_inputs:
+            raise UnsupportedModelError(
+                f"--tensor-parallel-size {self.shard.size} cuts inputs of experts, which become int8: use one rank, or "
+                f"leave activations floats"
+            )
         spans = self.cut.spans(self.shard, codes.codes.shape[0 if by_column else 1])
         return codes.columns(spans) if by_column else codes.inputs(spans)
 

@@ -69,18 +69,19 @@ def replace_layers(
     shard: ShardPlan,
     backend: LinearBackend,
     rounding: RoundToNearest | None = None,
+    compute: str = "auto",
 ) -> list[PackedLayer | PackedExperts]:
     """Replace each linear layer, table of embeddings and expert of ``model``, on the meta device, whose stored weight
     ``backend`` can keep packed; the new ones have no contents yet. ``shard`` has shrunk the model. ``rounding``: of
-    linear layers and experts that are stored as floats. Raises UnsupportedModelError that names a weight which no cut
-    leaves whole groups of.
+    linear layers and experts that are stored as floats. ``compute``: of --quantization-compute. Raises
+    UnsupportedModelError that names a weight which no cut leaves whole groups of.
     """
     stored = stored_weights(directory)
     if rounding is None and not any(w.quantized and (w.quantized.packed or w.quantized.experts) for w in stored):
         return []
     with ExitStack() as files:
         read = _on_meta(directory, cache(lambda: StoredTensors(directory, files)))
-        return _replaced(model, stored, shard, backend, rounding, read)
+        return _replaced(model, stored, shard, backend, rounding, compute, read)
 
 
 def _replaced(
@@ -89,6 +90,7 @@ def _replaced(
     shard: ShardPlan,
     backend: LinearBackend,
     rounding: RoundToNearest | None,
+    compute: str,
     read: Read,
 ) -> list[PackedLayer | PackedExperts]:
     names, replaced = WeightNames(model), list[PackedLayer | PackedExperts]()
@@ -99,6 +101,7 @@ def _replaced(
         quantized = weight.quantized
         if quantized is None and rounding is not None and layers.reads_text(target):
             quantized = rounding.weight(weight, is_head=layers.is_head(target))
+        quantized = quantized and quantized.computed(compute)
         if quantized is not None:
             experts.setdefault(target, []).append(Source(quantized, converter))
         if quantized is None or quantized.packed is None or converter is not None:
@@ -116,7 +119,8 @@ def _replaced(
         if codes.order is not None and layers.has_table(owners):
             _log_unpacked(quantized, "groups of embeddings have any inputs (desc_act, actorder)")
             continue
-        own = layers.replace(owners, *backend.pack_quantized(packed), codes.order)
+        idle = packed.codes.shape[1] - _inputs(quantized, cut, shard)
+        own = layers.replace(owners, *backend.pack_quantized(packed), codes.order, idle)
         replaced.append(PackedLayer(own, quantized, cut, shard, is_only_use))
     return replaced + replace_experts(model, experts, shard, read, backend)
 
@@ -163,7 +167,7 @@ class _Matrices:
         return any(type(self._modules[owner]) is nn.Embedding for owner in owners)
 
     def replace(
-        self, owners: Sequence[str], data: Tensor, form: str, order: Tensor | None
+        self, owners: Sequence[str], data: Tensor, form: str, order: Tensor | None, idle_inputs: int
     ) -> tuple[QuantizedLinear | QuantizedEmbedding, ...]:
         """Put layers of one packed weight into the places of ``owners``, whose weights are then those of no others."""
         made: list[QuantizedLinear | QuantizedEmbedding] = []
@@ -173,7 +177,7 @@ class _Matrices:
                 made.append(QuantizedEmbedding(data, form, old.weight.dtype))
             else:
                 order = None if order is None else order.to(data.device)
-                made.append(QuantizedLinear(data, form, old._parameters["bias"], order))
+                made.append(QuantizedLinear(data, form, old._parameters["bias"], order, idle_inputs))
             parent, _, key = owner.rpartition(".")
             setattr(self._model.get_submodule(parent), key, made[-1])
         gone = {f"{owner}.weight" for owner in owners}
@@ -204,7 +208,24 @@ def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, rea
                 f"fewer ranks"
             )
         codes = own
+        if cut.dim == -1 and codes.int8_inputs and part.size > 1:
+            codes = _with_idle_inputs(weight, codes, part.size)
     return codes
+
+
+def _with_idle_inputs(weight: QuantizedTensor, codes: GroupedCodes, ranks: int) -> GroupedCodes:
+    if (own := codes.with_idle_inputs()) is None:
+        raise UnsupportedModelError(
+            f"--tensor-parallel-size {ranks} cuts {weight.name}, whose zero points by channel do not go with rows of "
+            f"int8: use one rank, or leave activations floats"
+        )
+    return own
+
+
+def _inputs(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan) -> int:
+    """Return the inputs of a rank's part of a weight."""
+    sizes = list(weight.shape) if cut is None else cut.local_shape(shard.weight_shard, weight.shape)
+    return int(sizes[-1])
 
 
 def _on_meta(directory: Path, opened: Callable[[], StoredTensors]) -> Read:

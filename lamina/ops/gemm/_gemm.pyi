@@ -34,14 +34,16 @@ class Engine:
         by_channel: int,
         type: int,
         has_offsets: int,
+        int8_inputs: int,
         values: int,
         /,
     ) -> int:
         """Bytes of quantized w [cols, k_size] in panels (csrc/gemm/quantized.h), the same in every variant.
 
-        The last six arguments are the form of w: ``bits`` of a code (4 or 8), k of a ``block``, and whether the blocks
-        of a column have one scale; ``type`` of scales and offsets, whether there are offsets, and the address of 16
-        floats for which codes of 4 bits stand. Raises ValueError where there is no such form.
+        The last seven arguments are the form of w: ``bits`` of a code (4 or 8), k of a ``block``, and whether the
+        blocks of a column have one scale; ``type`` of scales and offsets, whether there are offsets, and whether rows
+        of x become int8; and the address of 16 floats for which codes of 4 bits stand. Raises ValueError where there is
+        no such form.
         """
 
     def pack_quantized(
@@ -57,6 +59,7 @@ class Engine:
         by_channel: int,
         type: int,
         has_offsets: int,
+        int8_inputs: int,
         values: int,
         /,
     ) -> None:
@@ -80,6 +83,7 @@ class Engine:
         by_channel: int,
         scale_type: int,
         has_offsets: int,
+        int8_inputs: int,
         values: int,
         /,
     ) -> None:
@@ -98,6 +102,7 @@ class Engine:
         by_channel: int,
         scale_type: int,
         has_offsets: int,
+        int8_inputs: int,
         values: int,
         /,
     ) -> None:

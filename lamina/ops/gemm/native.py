@@ -150,7 +150,7 @@ def native_form(text: str) -> NativeForm:
         raise ValueError(f"a weight in the order of {form.order}, which native does not multiply")
     values = torch.tensor(form.values, dtype=torch.float32)
     scaled = form.group or CHANNEL_BLOCK, int(not form.group), TYPES[form.scales], int(form.has_offsets)
-    return NativeForm(form, values, (form.bits, *scaled, values.data_ptr()))
+    return NativeForm(form, values, (form.bits, *scaled, int(form.int8_inputs), values.data_ptr()))
 
 
 def open_backend(threads: int) -> NativeLinear:

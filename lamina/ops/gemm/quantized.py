@@ -15,19 +15,26 @@ GROUPS = {4: (32, 64, 128), 8: (16, 32, 128)}  # numbers of k with one scale, by
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def takes_int8(bits: int, values: tuple[float, ...]) -> bool:
+    """Return whether codes stand for integers, so that they can be multiplied by rows of int8."""
+    return bits == 8 or values in (INT4, UINT4)
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A weight [N, K] as checkpoints have it, before a backend packs it.
 
     ``codes`` [N, K] are int8 for 8 bits, and uint8 below 16 for 4 bits: code c stands for ``values[c]``. ``scales`` and
     ``offsets`` are [N, K / group], or [N, 1] by channel, of one dtype: fp32, bf16 or fp16. A zero point z of integers
-    is the offset -scale * z, which is exact in fp32. Raises ValueError if tensors do not fit together.
+    is the offset -scale * z, which is exact in fp32. ``int8_inputs``: rows that are multiplied become int8, too. Raises
+    ValueError if tensors do not fit together.
     """
 
     codes: Tensor
     scales: Tensor
     offsets: Tensor | None = None
     values: tuple[float, ...] = INT4
+    int8_inputs: bool = False
 
     def __post_init__(self) -> None:
         if self.codes.dtype not in (torch.int8, torch.uint8) or self.codes.dim() != 2:
@@ -44,6 +51,8 @@ class QuantizedWeight:
         rounded = torch.tensor(self.values, dtype=torch.float32).bfloat16()
         if len(self.values) != 16 or rounded.tolist() != list(self.values):
             raise ValueError(f"a code of 4 bits stands for one of 16 numbers that bf16 can hold, not {self.values}")
+        if self.int8_inputs and not takes_int8(self.bits, self.values):
+            raise ValueError(f"codes of floats are not multiplied by rows of int8: {self.values}")
 
     @cached_property
     def bits(self) -> int:
@@ -79,6 +88,7 @@ class QuantizedWeight:
 class PackedForm(NamedTuple):
     """The facts about a packed weight [``cols``, ``k_size``] that its bytes do not say. ``order``: the backend that has
     packed it. ``group``: the numbers of k with one scale, 0 by channel. ``scales``: dtype of scales and offsets.
+    ``int8_inputs``: rows of x become int8.
     """
 
     order: str
@@ -88,6 +98,7 @@ class PackedForm(NamedTuple):
     group: int
     scales: torch.dtype
     has_offsets: bool
+    int8_inputs: bool
     values: tuple[float, ...]
 
     @classmethod
@@ -95,22 +106,23 @@ class PackedForm(NamedTuple):
         """Return the form of w, packed by the backend ``order``."""
         group = 0 if w.by_channel else w.group
         cols, k_size = w.codes.shape
-        return cls(order, cols, k_size, w.bits, group, w.scales.dtype, w.offsets is not None, w.values)
+        return cls(order, cols, k_size, w.bits, group, w.scales.dtype, w.offsets is not None, w.int8_inputs, w.values)
 
     def encode(self) -> str:
         """Return the form as text, which operators of torch can take."""
         scales = str(self.scales).removeprefix("torch.")
         numbers = self.cols, self.k_size, self.bits, self.group
-        return " ".join(map(str, (self.order, *numbers, scales, int(self.has_offsets), *self.values)))
+        flags = int(self.has_offsets), int(self.int8_inputs)
+        return " ".join(map(str, (self.order, *numbers, scales, *flags, *self.values)))
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def decode(text: str) -> PackedForm:
         """Return the form that ``encode`` has written."""
-        order, cols, k_size, bits, group, scales, has_offsets, *values = text.split()
+        order, cols, k_size, bits, group, scales, has_offsets, int8_inputs, *values = text.split()
         numbers = int(cols), int(k_size), int(bits), int(group)
         given = tuple(map(float, values))
-        return PackedForm(order, *numbers, getattr(torch, scales), has_offsets == "1", given)
+        return PackedForm(order, *numbers, getattr(torch, scales), has_offsets == "1", int8_inputs == "1", given)
 
     def check(self, x: Tensor, b: Tensor | None) -> None:
         """Raise ValueError unless x [..., K] and b [N] fit a packed weight of this form."""
@@ -118,6 +130,17 @@ class PackedForm(NamedTuple):
             raise ValueError(f"x must be [..., {self.k_size}] of fp32, bf16 or fp16, not {x.dtype} {tuple(x.shape)}")
         if b is not None and (b.dtype != x.dtype or b.shape != (self.cols,)):
             raise ValueError(f"b must be [{self.cols}] of {x.dtype}, not {b.dtype} {tuple(b.shape)}")
+
+
+def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows x [rows, K] as int8, and the scale of each in fp32: [rows, K], [rows, 1]. See csrc/gemm/quantized.h:
+    the largest magnitude is 127.5 scales, and a row with an infinity or NaN has the scale NaN.
+    """
+    x = x.float()
+    scales = x.abs().amax(-1, keepdim=True) / 127.5
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    q = (x / torch.where(scales == 0, 1, scales)).round_().clamp_(max=127).nan_to_num_(0)
+    return q.to(torch.int8), scales
 
 
 class PackedWeight(NamedTuple):

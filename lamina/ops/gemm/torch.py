@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from . import row_blocks
 from .expert_rows import by_expert
 from .packed_memory import PackedMemory
-from .quantized import PackedForm, PackedWeight, QuantizedWeight
+from .quantized import PackedForm, PackedWeight, QuantizedWeight, int8_rows
 
 
 class TorchLinear:
@@ -44,7 +44,11 @@ class TorchLinear:
         known = PackedForm.decode(form)
         known.check(x, b)
         w = _unpacked(data, known).dequantized(torch.float32)
-        return F.linear(x.float(), w, None if b is None else b.float()).to(x.dtype)
+        if not known.int8_inputs:
+            return F.linear(x.float(), w, None if b is None else b.float()).to(x.dtype)
+        q, scales = int8_rows(x)
+        y = F.linear(q.float(), w) * scales
+        return (y if b is None else y + b.float()).to(x.dtype)
 
     def pack_quantized_experts(self, weights: Iterable[QuantizedWeight], count: int) -> PackedWeight:
         """Return the parts of each of ``count`` weights: data [count, bytes]. Raises ValueError for several forms."""
@@ -76,7 +80,8 @@ def _unpacked(data: Tensor, form: PackedForm) -> QuantizedWeight:
     codes, scales, offsets = torch.split(data[0], parts)
 
     def scaled(part: Tensor) -> Tensor:
-        return part.clone().view(form.scales).view(form.cols, groups)  # a clone is aligned
+        aligned = part if part.storage_offset() % form.scales.itemsize == 0 else part.clone()
+        return aligned.view(form.scales).view(form.cols, groups)
 
     codes = codes.view(torch.int8 if form.bits == 8 else torch.uint8).view(form.cols, form.k_size)
     return QuantizedWeight(codes, scaled(scales), scaled(offsets) if form.has_offsets else None, form.values)

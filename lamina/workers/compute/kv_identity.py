@@ -33,6 +33,8 @@ def kv_identity(start: StartCompute, loaded: Any, layers: list[LayerShape], dtyp
     weights = files_digest(loaded.path) if loaded.path is not None else _values(loaded.model)
     if (rounding := BY_NAME.get(start.model.quantization)) is not None:
         weights = f"{weights} {rounding.name}"
+    if start.model.quantization_compute != "auto":
+        weights = f"{weights} rows as {start.model.quantization_compute}"
     return Identity(
         weights=weights,
         layers=(*map(str, shapes), _recipe(start)),

@@ -213,6 +213,7 @@ class ModelServer:
             allow_unused_weights=start.model.allow_unused_weights,
             hf_overrides=start.model.hf_overrides,
             quantization=start.model.quantization,
+            quantization_compute=start.model.quantization_compute,
             progress=self._progress,
             rank=start.rank,
             size=start.topology.tensor_parallel_size,

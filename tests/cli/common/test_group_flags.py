@@ -124,7 +124,7 @@ def test_each_flag_of_serve_is_in_the_table_with_its_reason() -> None:
 
 
 # Flags of later issues, which docs/flags.md justifies one by one, as all others.
-LATER = ("--quantization",)
+LATER = ("--quantization", "--quantization-compute")
 
 
 def test_serve_has_95_flags_at_most_and_those_of_later_issues() -> None:
