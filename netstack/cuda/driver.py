@@ -17,6 +17,8 @@ from functools import cache
 from mmap import mmap
 from pathlib import Path
 
+from .kept_kernels import digest_of, kept_or_built, sources
+
 LIBCUDA, LIBNVRTC = "LAMINA_LIBCUDA", "LAMINA_LIBNVRTC"  # other files to load instead of the installed ones
 NVRTC_PACKAGE = "nvidia-cuda-nvrtc"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -101,6 +103,7 @@ SIGNATURES: dict[str, tuple[type | object, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
 }
 NVRTC_SIGNATURES: dict[str, tuple[type | object, ...]] = {
+    "nvrtcVersion": (POINTER(c_int), POINTER(c_int)),
     "nvrtcCreateProgram": (POINTER(Handle), c_char_p, c_char_p, c_int, c_void_p, c_void_p),
     "nvrtcCompileProgram": (Handle, c_int, POINTER(c_char_p)),
     "nvrtcGetProgramLogSize": (Handle, POINTER(c_size_t)),
@@ -144,17 +147,24 @@ def nvrtc_names() -> list[str]:
 
 @cache
 def compiled(architecture: int, names: tuple[str, ...], options: tuple[str, ...] = ()) -> bytes:
-    """Return kernels.cu for sm_``architecture``. Raises ImportError for what is missing, RuntimeError with
-    NVRTC's log.
+    """Return kernels.cu for sm_``architecture``, kept or compiled by the first of ``names`` that loads. Raises
+    ImportError for what is missing, RuntimeError with NVRTC's log.
     """
     if not KERNELS.is_file():
         raise ImportError(f"its kernels' source, {KERNELS}, is not there: run from a checkout")
     nvrtc = load(list(names), NVRTC_SIGNATURES, f"pip install {NVRTC_PACKAGE}")
+    flags = [f"--gpu-architecture=sm_{architecture}", *FLAGS, f"-I{CSRC}", *options]
+    major, minor = c_int(), c_int()
+    nvrtc.nvrtcVersion(byref(major), byref(minor))
+    facts = ["NVRTC", str(nvrtc._name), f"{major.value}.{minor.value}", *flags, digest_of(sources(CSRC))]
+    return kept_or_built(facts, lambda: _compiled_by(nvrtc, architecture, flags))
+
+
+def _compiled_by(nvrtc: ctypes.CDLL, architecture: int, flags: list[str]) -> bytes:
     program = Handle()
     text = KERNELS.read_bytes()
     nvrtc.nvrtcCreateProgram(byref(program), text, KERNELS.name.encode(), 0, None, None)
     try:
-        flags = [f"--gpu-architecture=sm_{architecture}", *FLAGS, f"-I{CSRC}", *options]
         given = (c_char_p * len(flags))(*(flag.encode() for flag in flags))
         if nvrtc.nvrtcCompileProgram(program, len(flags), given):
             size = c_size_t()

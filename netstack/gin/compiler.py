@@ -1,29 +1,21 @@
-"""Compiles kernels.cu with links of NCCL's device API by nvcc, as NVRTC does not accept NCCL's headers. Compiled
-kernels are kept from one start to the next, in the folder of LAMINA_CACHE. A digest of all that determines them is the
-name of their file.
-"""
+"""Compiles kernels.cu with links of NCCL's device API by nvcc, as NVRTC does not accept NCCL's headers."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lamina.netstack.cached_file import CachedFile, cache_directory
 from lamina.netstack.cuda.driver import CSRC, FLAGS, KERNELS, Compiler
+from lamina.netstack.cuda.kept_kernels import digest_of, kept_or_built, sources
 
 from .nccl import LIBNCCL, package_folders
 
 NVCC = "LAMINA_NVCC"  # another compiler to run instead of the installed one
 READS = "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"  # environment variables that nvcc itself reads
 VERSION_S, COMPILE_S = 60.0, 600.0
-MOST_FILES = 16  # kept
-LARGEST = 256 << 20  # bytes of a file
 
 
 def header_folders() -> list[Path]:
@@ -48,13 +40,10 @@ def build(architecture: int) -> bytes:
     compiler = _nvcc()
     if (why := why_no_compiler()) or compiler is None:
         raise ImportError(why)
-    kept = _place(compiler, architecture)
-    image = kept.read() if kept else None
-    if not image:
-        image = _compiled(compiler, architecture)
-        if kept:
-            kept.write(image)
-    return image
+    facts = _facts(compiler, architecture)
+    return (
+        kept_or_built(facts, lambda: _compiled(compiler, architecture)) if facts else _compiled(compiler, architecture)
+    )
 
 
 BY_NVCC = Compiler("nvidia-cuda-nvcc", build)
@@ -86,32 +75,15 @@ def _compiled(compiler: str, architecture: int) -> bytes:
         return image.read_bytes()
 
 
-def _place(compiler: str, architecture: int) -> CachedFile | None:
-    """Return the place of kept kernels, by all that determines them; None if there is no cache, or nvcc reports no
-    version.
-    """
-    folder = cache_directory("kernels")
-    if folder is None:
-        return None
+def _facts(compiler: str, architecture: int) -> list[str]:
+    """Return all that determines the kernels; nothing if nvcc reports no version."""
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=VERSION_S, check=True).stdout
-        code = _digest(path for path in (CSRC / "netstack").rglob("*") if path.suffix in (".cu", ".h"))
-        nccl = [_digest(folder.glob("nccl*.h")) + _digest(folder.glob("nccl_*/**/*.h")) for folder in header_folders()]
+        code = digest_of(sources(CSRC))
+        nccl = [
+            digest_of(folder.glob("nccl*.h")) + digest_of(folder.glob("nccl_*/**/*.h")) for folder in header_folders()
+        ]
     except (OSError, subprocess.SubprocessError):
-        return None
+        return []
     environment = [os.environ.get(name, "") for name in READS]
-    return kept_image(folder, [compiler, version.hex(), *_flags(architecture), *environment, code, *nccl])
-
-
-def kept_image(folder: Path, facts: Sequence[str]) -> CachedFile:
-    """Return the file of the kernels that ``facts`` determine."""
-    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    return CachedFile(folder / f"{name}.cubin", largest=LARGEST, most_files=MOST_FILES)
-
-
-def _digest(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        text = path.read_bytes()
-        digest.update(f"{path}\0{len(text)}\0".encode() + text)
-    return digest.hexdigest()
+    return [compiler, version.hex(), *_flags(architecture), *environment, code, *nccl]

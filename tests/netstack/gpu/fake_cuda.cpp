@@ -91,6 +91,7 @@ std::mutex registered_mutex;
 std::map<std::uintptr_t, int> mapped;  // the file of shared memory that is mapped, by its address
 std::map<std::uintptr_t, std::uintptr_t> registered;  // host memory that kernels reach: (begin, end)
 std::atomic<long> live{0};  // allocations, mappings, registrations, streams, graphs, contexts
+std::atomic<long> compilations{0};  // by NVRTC
 
 #define NEEDS_CONTEXT \
   if (!current) return kNoContext
@@ -207,6 +208,7 @@ extern "C" {
 __attribute__((weak)) void fake_mlx5_export(int file, std::uint64_t address);
 
 long fake_cuda_live() { return live; }
+long fake_cuda_compilations() { return compilations; }
 
 CUresult cuInit(unsigned) { return kOkay; }
 CUresult cuGetErrorName(CUresult error, const char** text) {
@@ -552,7 +554,15 @@ int nvrtcCreateProgram(void** program, const char*, const char*, int, const char
   *program = pointer<void>(1);
   return 0;
 }
-int nvrtcCompileProgram(void*, int, const char* const*) { return 0; }
+int nvrtcVersion(int* major, int* minor) {
+  *major = 13, *minor = 0;
+  return 0;
+}
+
+int nvrtcCompileProgram(void*, int, const char* const*) {
+  compilations += 1;
+  return 0;
+}
 int nvrtcGetProgramLogSize(void*, std::size_t* bytes) {
   *bytes = 1;
   return 0;

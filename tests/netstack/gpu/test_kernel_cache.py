@@ -1,10 +1,12 @@
-"""gin's kernels take nvcc half a minute: what it has compiled is kept, where nothing else can have written it.
+"""Kernels take NVRTC eight seconds, and nvcc half a minute: what was compiled is kept, where nothing else can have
+written it.
 
-Covers: netstack/cached_file.py, netstack/gin/compiler.py.
+Covers: netstack/cached_file.py, netstack/cuda/kept_kernels.py, netstack/gin/compiler.py.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 from collections.abc import Callable
@@ -13,8 +15,9 @@ from pathlib import Path
 import cuda_stand_in
 import pytest
 
+from lamina.netstack.cuda import driver
+from lamina.netstack.cuda.kept_kernels import MOST_FILES, kept_image
 from lamina.netstack.gin import compiler
-from lamina.netstack.gin.compiler import MOST_FILES, kept_image
 
 NVCC = """#!/bin/sh
 [ "$1" = --version ] && { cat "$0.version"; exit; }
@@ -72,6 +75,29 @@ def test_the_second_start_compiles_nothing(nvcc: Nvcc, tmp_path: Path) -> None:
     (file,) = kept(tmp_path)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def compile_as_a_new_process(architecture: int) -> int:
+    """Returns how often NVRTC compiled for it."""
+    library = ctypes.CDLL(os.environ["LAMINA_LIBNVRTC"])
+    before = int(library.fake_cuda_compilations())
+    driver.compiled.cache_clear()
+    assert driver.compiled(architecture, tuple(driver.nvrtc_names())) == b"image\0"
+    return int(library.fake_cuda_compilations()) - before
+
+
+def test_a_worker_that_starts_again_compiles_nothing(
+    nvcc: Nvcc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``nvcc`` is for: its folder."""
+    assert [compile_as_a_new_process(90) for _ in range(3)] == [1, 0, 0]
+    assert compile_as_a_new_process(100) == 1, "an architecture has its own"
+    assert len(kept(tmp_path)) == 2
+    assert nvcc.runs == 0
+    monkeypatch.setattr(driver, "FLAGS", (*driver.FLAGS, "-DOTHER"))
+    assert compile_as_a_new_process(90) == 1
+    monkeypatch.setenv("LAMINA_CACHE", "")
+    assert [compile_as_a_new_process(90) for _ in range(2)] == [1, 1]
 
 
 def _another_compiler(nvcc: Nvcc, patch: pytest.MonkeyPatch, folder: Path) -> None:
