@@ -53,7 +53,19 @@ class GpuSettings:
     early: int = 1024  # tokens that the first ones may draw while the last prompts are read
     texts: int = 4
     memory_workers: int = 2
-    limit_s: float = 180.0
+    limit_s: float = 50.0
+
+
+def settings(dry: bool) -> GpuSettings:
+    """Returns what gpu_suite.py measures. ``dry``: on a CPU, with a model of few weights."""
+    if not dry:
+        return GpuSettings()
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"intermediate_size": 128, "vocab_size": 300}
+    return GpuSettings(
+        device="cpu", shape=tuple(shape.items()), dtype="float32", batches=((2, 16),), beyond=((3, 16),), tokens=6,
+        early=60, texts=2, memory_workers=1,
+    )  # fmt: skip
 
 
 def tokens_as_transformers(settings: GpuSettings) -> Result:

@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from math import gcd
 from threading import Event
 from time import perf_counter
 from types import TracebackType
@@ -286,6 +288,19 @@ def round_trips(driver: Driver, sizes: Sequence[int] = (64, 4096, 16384), rounds
         device, host = (statistics.median(way(driver, nbytes, rounds)) for way in (device_driven, host_driven))
         figures[f"{nbytes} B"] = {"device_us": device, "host_us": host, "host/device": host / device}
     return figures | {"steps": REMOVED}
+
+
+def clock_step(stamps: int = 400) -> dict[str, int]:
+    """The step of the GPU's clock in nanoseconds, by which waits of kernels end. It divides all differences of times
+    that kernels stamp one after another; the shortest of these differences is there, too.
+    """
+    with closing(Driver()) as driver, closing(CudaStream(driver)) as stream, closing(Pinned(driver, 4096)) as mail:
+        for _ in range(stamps):
+            driver.launch(stream.number, "stamp", mail.address + 64, mail.address)
+        stream.synchronize()
+        times = struct.unpack_from(f"<{stamps}Q", mail.view, 64)
+    later = [b - a for a, b in pairwise(times) if b != a]
+    return {"step_ns": gcd(*later), "shortest_ns": min(later)}
 
 
 def network(count: int = 1000, rounds: int = 300) -> dict[str, object]:

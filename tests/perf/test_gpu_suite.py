@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +15,12 @@ from nccl_over_gloo import open_over_gloo
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "perf"))
-from gpu import collective  # noqa: E402 - needs the path above
+import gpu_suite  # noqa: E402 - needs the path above
+from gpu import collective  # noqa: E402
 
 CPU = torch.device("cpu")
+SUPPORT = [ROOT, ROOT / "tests/support", ROOT / "tests/support/devices"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SUPPORT))}
 COLLECTIVE_NCCL = "lamina.ops.collective.nccl.open_collective"
 WITHOUT = """
 import sys
@@ -35,10 +41,66 @@ def test_what_is_missing_is_told_and_fails_its_parts_alone() -> None:
     )
     said, *errors = done.stdout.splitlines()
     assert "not here: cupy, msgspec, pytest_timeout: " in said or "not here: msgspec, pytest_timeout: " in said
-    assert "pip install --target carried" in said
-    assert "msgspec pytest-timeout, and PYTHONPATH=carried" in said
+    assert "pip download --dest wheels" in said
+    assert "msgspec pytest-timeout, and --carried wheels" in said
     assert len(errors) == 2
     assert all(error.startswith("ModuleNotFoundError: ") and "msgspec" in error for error in errors)
+
+
+def test_the_plan_takes_less_than_ten_minutes_and_what_is_learnt_first_comes_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert gpu_suite.main(["--plan"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    names = [line.rsplit(maxsplit=3)[0] for line in lines]
+    assert names[:7] == ["build", "machine", "compile", "exactness", "tokens", "memory", "attention"]
+    assert float(lines[-1].split()[-2]) <= gpu_suite.WHOLE_S < 600
+
+
+def part(code: str, limit_s: float, **more: Any) -> Any:
+    """A part that runs the code, in its own process."""
+    return gpu_suite.Part(lambda: eval(code), limit_s, "the code", **more)
+
+
+FAULTS = {
+    "well": part("{'figure': 1.5}", 60, gpu=False),
+    "fails": part("1 / 0", 60, gpu=False),
+    "dies": part("__import__('os')._exit(3)", 60, gpu=False),
+    "hangs": part("__import__('time').sleep(600)", 4, gpu=False),
+    "needs a GPU": part("{}", 60),
+    "last": part("{'figure': 2.5}", 60, gpu=False),
+}
+OWN_PARTS = """
+import sys
+sys.path[:0] = [sys.argv.pop(1), sys.argv.pop(1)]
+import test_gpu_suite, gpu_suite
+gpu_suite.parts = lambda: test_gpu_suite.FAULTS
+gpu_suite.__file__ = __file__
+sys.exit(gpu_suite.main())
+"""
+
+
+@pytest.mark.long
+def test_what_hangs_or_dies_is_a_line_of_the_report_and_the_others_run(tmp_path: Path) -> None:
+    """A machine without a GPU, as this one, has none of the parts that need one."""
+    script, out = tmp_path / "suite.py", tmp_path / "out"
+    own = f"sys.argv[1:1] = {[str(Path(__file__).parent), str(ROOT / 'perf')]}"
+    script.write_text(OWN_PARTS.replace("import sys\n", f"import sys\n{own}\n", 1))
+    command = [sys.executable, str(script), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=ENVIRONMENT)
+    assert done.returncode == 1, done.stderr
+    found = {row.pop("part"): row for row in map(json.loads, (out / "results.jsonl").read_text().splitlines())}
+    assert list(found) == list(FAULTS)
+    assert (found["well"]["figure"], found["last"]["figure"]) == (1.5, 2.5)
+    assert "ZeroDivisionError" in found["fails"]["error"]
+    assert found["dies"]["error"] == "it ended with status 3"
+    assert found["hangs"]["error"] == "it took more than 4 s"
+    assert "no NVIDIA GPU" in found["needs a GPU"]["skipped"]
+    report = (out / "report.md").read_text()
+    assert [line for line in report.splitlines() if "To mend" in line] == [
+        "## To mend: fails", "## To mend: dies", "## To mend: hangs",
+    ]  # fmt: skip
+    assert "3 of 6 parts without an error" in report
 
 
 @pytest.mark.long

@@ -12,14 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "perf"))
 from gpu import decode
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
-SHAPE = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 128, "vocab_size": 300,
-}  # fmt: skip
-SMALL = decode.GpuSettings(
-    device="cpu", shape=tuple(SHAPE.items()), dtype="float32", batches=((2, 16),), beyond=((3, 16),), tokens=6,
-    early=60, texts=2, memory_workers=1,
-)  # fmt: skip
+SMALL = decode.settings(dry=True)
 
 
 @pytest.mark.long
