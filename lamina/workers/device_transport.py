@@ -17,8 +17,8 @@ HARDWARE-UNVERIFIED: run with a device, a driver and graphs that a CPU stands in
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -80,9 +80,34 @@ class DeviceTransport:
         rest = at, at + TAG_AT, status + 8, self._wait_ns, status, target.nbytes
         self._lane(kind).receive_due(self._stream, target.data_ptr(), *rest)
 
+    def share(self, kind: MessageKind, line: Tensor, spans: Sequence[range]) -> bytes:
+        """Return the entry of a table of shares for the message of that kind: of each row of a launch's tensors, the
+        bytes ``spans``, one range for each tensor.
+        """
+        at, status, (first, second) = line.data_ptr(), self._notes.data_ptr(), (*spans, range(1))[:2]
+        places, width = (first.start, second.start), (len(first), len(second))
+        return self._lane(kind).share(at, at + TAG_AT, status + 8, status, places, width)
+
+    def send_all(
+        self, kind: MessageKind, table: Tensor, count: int, rows: tuple[int, int, int, int], most: int
+    ) -> None:
+        """Send the messages of a table of shares; see DeviceSide."""
+        self._lane(kind).send_all(self._stream, table.data_ptr(), count, rows, self._wait_ns, most)
+
+    def receive_all(self, kind: MessageKind, table: Tensor, count: int, rows: tuple[int, int], most: int) -> None:
+        """Receive the messages of a table of shares; see DeviceSide."""
+        self._lane(kind).receive_all(self._stream, table.data_ptr(), count, rows, self._wait_ns, most)
+
     def launching(self) -> AbstractContextManager[bool]:
-        """Surround the launch of a graph that holds messages. Yields False if it must not be launched."""
+        """Surround the launch of a graph that holds messages, or of messages of several channels. Yields False if it
+        must not be launched.
+        """
         return self.device_side.launching()
+
+    @property
+    def fuses_with(self) -> object:
+        """A value that transports have in common whose messages may be parts of one launch; None: there are none."""
+        return self.device_side.fuses_with
 
     def _lane(self, kind: MessageKind) -> DeviceSide:
         return self.device_side.bulk if kind in BULK_KINDS else self.device_side
@@ -96,6 +121,49 @@ class DeviceTransport:
             text = f"{MessageKey.unpack(tag)} of {came} bytes in place of {MessageKey.unpack(due_tag)} of {due} bytes"
             raise ProtocolError(f"{self.channel.peer}: {text}")
         self.device_side.check(status)
+
+
+class FusedMessages:
+    """The messages of one kind of several transports, which are one launch. Each is a part of every row of the same
+    tensors.
+    """
+
+    def __init__(
+        self, kind: MessageKind, shares: Sequence[tuple[DeviceTransport, Tensor, Sequence[range]]], staging: Staging
+    ) -> None:
+        """``shares``: the transports, whose ``fuses_with`` is equal, with the descriptor and the spans of
+        ``DeviceTransport.share``.
+        """
+        self._transports = [transport for transport, *_ in shares]
+        table = b"".join(transport.share(kind, line, spans) for transport, line, spans in shares)
+        host = staging.empty_host(len(table) // 8, dtype=torch.int64)
+        bytes_of(host)[:] = table
+        self._table = staging.to_device(host)
+        self._row_bytes = max(sum(map(len, spans)) for *_, spans in shares)  # of the longest message
+        self._first, self._kind = self._transports[0], kind
+
+    def send(self, first: Tensor, second: Tensor | None = None) -> None:
+        """Send tensors [R, heads, width], whose rows are contiguous: as many rows as descriptors say."""
+        rows = _row_places(first) + (_row_places(second) if second is not None else (0, 0))
+        with self._launching() as may_be:
+            if may_be:
+                self._first.send_all(self._kind, self._table, len(self._transports), rows, self._row_bytes * len(first))
+
+    def receive(self, target: Tensor) -> None:
+        """Receive into a contiguous tensor, whose rows are those of the messages."""
+        rows, most = _row_places(target), self._row_bytes * len(target)
+        with self._launching() as may_be:
+            if may_be:
+                self._first.receive_all(self._kind, self._table, len(self._transports), rows, most)
+
+    @contextmanager
+    def _launching(self) -> Iterator[bool]:
+        with ExitStack() as held:
+            yield all(held.enter_context(transport.launching()) for transport in self._transports)
+
+
+def _row_places(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
 
 
 def message_descriptors(staging: Staging, messages: Sequence[tuple[MessageKey, int, int]]) -> Tensor:

@@ -159,6 +159,8 @@ class DeviceSide(Protocol):
        messages of the other, nor takes its slots; each lane has the same number of its own. A transport without such
        queues has one lane for both. So both ends name the same lane for a message, and receive in the order of sending.
     7. Length. ``most``: bytes that a message of this launch may have at most; 0: few. Many blocks copy a long one.
+    8. Several channels. Views whose ``fuses_with`` is equal, and not None, may be used in one launch, by any of them:
+       ``send_all`` and ``receive_all``. The caller is inside of ``launching`` of all of them.
     """
 
     @property
@@ -195,9 +197,40 @@ class DeviceSide(Protocol):
         """
         ...
 
+    @property
+    def fuses_with(self) -> object:
+        """A value that views have in common whose messages may be parts of one launch; None: there are none."""
+        ...
+
+    def share(
+        self, nbytes: int, tag: int, note: int, status: int, at: tuple[int, int], width: tuple[int, int]
+    ) -> bytes:
+        """Return this channel's entry of a table for ``send_all`` and ``receive_all``, which lies in the GPU's memory.
+        Addresses are those of ``send_two`` and ``receive_due``. The message is, of each row of the launch's tensors,
+        the ``width`` bytes that begin at ``at``.
+        """
+        ...
+
+    def send_all(
+        self, stream: int, shares: int, count: int, rows: tuple[int, int, int, int], timeout_ns: int, most: int
+    ) -> None:
+        """Send a message over each of the ``count`` channels of the table at ``shares``, none of which waits for
+        another one. ``rows``: the address of a tensor and the bytes from one of its rows to the next; then those of a
+        second tensor, or zeros.
+        """
+        ...
+
+    def receive_all(
+        self, stream: int, shares: int, count: int, rows: tuple[int, int], timeout_ns: int, most: int
+    ) -> None:
+        """Receive a message of each of the ``count`` channels, which must be the expected one, into the rows of a
+        tensor.
+        """
+        ...
+
     def launching(self) -> AbstractContextManager[bool]:
-        """Enter this block to launch a graph that holds calls; within it the channel is not closed. Yields False if it
-        is closed already and the graph's memory is gone; ``check`` raises then.
+        """Enter this block to launch a graph that holds calls, or a launch of several channels. Within it the channel
+        is not closed. Yields False if it is closed already and the graph's memory is gone; ``check`` raises then.
         """
         ...
 

@@ -26,7 +26,7 @@ from lamina.netstack.host.native_module import ABORTED, FAULT, LINE, OK, TIMEOUT
 from . import kernel_launches
 from .channel_memory import stride
 from .driver import CudaError, CudaStream, Driver, Pinned
-from .kernel_launches import KERNELS_OF_CALLS, LaunchPart
+from .kernel_launches import KERNELS_AT_ONCE, SHARE, LaunchPart
 
 STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its memory
 MAIL = struct.Struct("<Q32si")  # bytes, tag and status of a direction, in a line of pinned memory
@@ -46,7 +46,7 @@ class LinkKind:
     name: str
     layout: StructLayout
     has_bulk: bool = False
-    at_once: tuple[str, ...] = KERNELS_OF_CALLS
+    at_once: tuple[str, ...] = KERNELS_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class DeviceView:
     launch: Callable[..., None]  # (stream, the kernel's action, its arguments after the channel's own)
     launching: Callable[[], AbstractContextManager[bool]]
     check: Callable[[int], None]
+    link: str  # name of its kind
     recordable: bool = True
     lane_of_bulk: DeviceSide | None = None  # None: this one
 
@@ -83,9 +84,32 @@ class DeviceView:
     ) -> None:
         self._launch_all(stream, kernel_launches.receive_due(target, nbytes, tag, note, timeout_ns, status, most))
 
+    @property
+    def fuses_with(self) -> object:
+        return self.driver.index, self.link
+
+    def share(
+        self, nbytes: int, tag: int, note: int, status: int, at: tuple[int, int], width: tuple[int, int]
+    ) -> bytes:
+        return SHARE.pack(self.channel, nbytes, tag, note, status, *at, *width)
+
+    def send_all(
+        self, stream: int, shares: int, count: int, rows: tuple[int, int, int, int], timeout_ns: int, most: int
+    ) -> None:
+        self._launch_several(stream, kernel_launches.send_all(shares, count, rows, timeout_ns, most))
+
+    def receive_all(
+        self, stream: int, shares: int, count: int, rows: tuple[int, int], timeout_ns: int, most: int
+    ) -> None:
+        self._launch_several(stream, kernel_launches.receive_all(shares, count, rows, timeout_ns, most))
+
     def _launch_all(self, stream: int, parts: Iterable[LaunchPart]) -> None:
         for call in parts:
             self.launch(stream, call.kernel, *call.arguments, blocks=call.blocks)
+
+    def _launch_several(self, stream: int, parts: Iterable[LaunchPart]) -> None:
+        for call in parts:
+            self.driver.launch(stream, f"{self.link}_{call.kernel}", *call.arguments, blocks=call.blocks)
 
 
 class KernelChannel(WatchedChannel):
@@ -199,7 +223,7 @@ class KernelChannel(WatchedChannel):
     def _view(self, lane: int, bulk: DeviceView | None) -> DeviceView:
         launch = partial(self._launch, self._lane(lane))
         check = self._check_kernels
-        return DeviceView(self._driver, self._lane(lane), launch, self._open, check, lane_of_bulk=bulk)
+        return DeviceView(self._driver, self._lane(lane), launch, self._open, check, self._kind.name, lane_of_bulk=bulk)
 
     def lane_struct(self, lane: int = 0) -> dict[str, int]:
         """Return the fields of a lane's struct in the GPU's memory; 1: of the lane for bulk."""

@@ -4,6 +4,7 @@ blocks share its copy, and none of them has to wait for another.
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 # Modelled for NVLink 4, not measured: a block copies 64 GB/s at a latency of 1 us, eight of them the available 450
@@ -23,6 +24,12 @@ KERNELS_OF_CALLS = (
     "send", "send_two", "send_begin", "send_fill", "send_end",
     "receive", "receive_due", "receive_begin", "due_begin", "receive_drain", "receive_end",
 )  # fmt: skip
+KERNELS_OF_SEVERAL = (
+    "send_all", "send_all_begin", "send_all_fill", "send_all_end",
+    "receive_all", "receive_all_begin", "receive_all_drain", "receive_all_end",
+)  # fmt: skip
+KERNELS_AT_ONCE = KERNELS_OF_CALLS + KERNELS_OF_SEVERAL
+SHARE = struct.Struct("<9Q")  # struct Share of kernels.cu
 
 
 def send(first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int, most: int) -> list[LaunchPart]:
@@ -62,4 +69,28 @@ def _received(target: int, nbytes: int, timeout_ns: int, status: int) -> list[La
     return [
         LaunchPart("receive_drain", (target, nbytes, status), COPY_BLOCKS),
         LaunchPart("receive_end", (timeout_ns, status)),
+    ]
+
+
+def send_all(shares: int, count: int, rows: tuple[int, int, int, int], timeout_ns: int, most: int) -> list[LaunchPart]:
+    """Return the launches that send ``count`` messages of the SHAREs at ``shares``. ``rows``: the addresses of the
+    tensors, each followed by the bytes from row to row; zeros if there is no second one.
+    """
+    if most < LONG_BYTES:
+        return [LaunchPart("send_all", (shares, *rows, timeout_ns), count)]
+    return [
+        LaunchPart("send_all_begin", (shares, *rows, timeout_ns), count),
+        LaunchPart("send_all_fill", (shares, COPY_BLOCKS, *rows), count * COPY_BLOCKS),
+        LaunchPart("send_all_end", (shares, *rows, timeout_ns), count),
+    ]
+
+
+def receive_all(shares: int, count: int, rows: tuple[int, int], timeout_ns: int, most: int) -> list[LaunchPart]:
+    """Return the launches that receive ``count`` messages into one tensor; see ``send_all``."""
+    if most < LONG_BYTES:
+        return [LaunchPart("receive_all", (shares, *rows, timeout_ns), count)]
+    return [
+        LaunchPart("receive_all_begin", (shares, *rows, timeout_ns), count),
+        LaunchPart("receive_all_drain", (shares, COPY_BLOCKS, *rows), count * COPY_BLOCKS),
+        LaunchPart("receive_all_end", (shares, timeout_ns), count),
     ]

@@ -200,6 +200,13 @@ class OrderedView:
             False, timeout_ns, stream, kernel_launches.receive_due(target, nbytes, tag, note, NO_NS, status, most)
         )
 
+    fuses_with = None
+
+    def share(self, *_: object) -> NoReturn:
+        raise TypeError("channels of one process have a launch for each message")
+
+    send_all = receive_all = share
+
     def launching(self) -> AbstractContextManager[bool]:
         """Return a block that yields True: its calls are never part of a graph."""
         return nullcontext(True)

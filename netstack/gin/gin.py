@@ -37,7 +37,7 @@ from lamina.netstack.cuda.channel_memory import clear_inbox, ends_of, inbox_byte
 from lamina.netstack.cuda.cuda import chosen_gpu
 from lamina.netstack.cuda.driver import Driver
 from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind, directions, leave_all_channels
-from lamina.netstack.cuda.kernel_launches import KERNELS_OF_CALLS
+from lamina.netstack.cuda.kernel_launches import KERNELS_AT_ONCE
 from lamina.netstack.host.native_module import gin_layout
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.rdma.traffic_class import PARTITION, SERVICE_LEVEL, TIMEOUT, USUAL_TIMEOUT, NetworkService, service
@@ -46,7 +46,7 @@ from lamina.netstack.rdma.verbs import VerbsFabric
 from .compiler import BY_NVCC
 from .nccl import ID_BYTES, Communicator, NcclError, NcclLibrary
 
-GIN = LinkKind("gin", StructLayout(*gin_layout()), has_bulk=True, at_once=(*KERNELS_OF_CALLS, "flush"))
+GIN = LinkKind("gin", StructLayout(*gin_layout()), has_bulk=True, at_once=(*KERNELS_AT_ONCE, "flush"))
 CARD = struct.Struct(f"!4sI{ID_BYTES}s")  # magic, version of NCCL, the communicator's name
 MAGIC, MADE = b"NGIN", b"made"
 MAKE_S = HANDSHAKE_S - 1.0  # for both to make a communicator, before the listener drops the connector as silent

@@ -14,7 +14,7 @@ from lamina.netstack.contract.struct_layout import StructLayout
 from lamina.netstack.cuda.channel_memory import ends_of
 from lamina.netstack.cuda.driver import CudaError, Driver
 from lamina.netstack.cuda.kernel_channel import KernelChannel, LinkKind
-from lamina.netstack.cuda.kernel_launches import KERNELS_OF_CALLS
+from lamina.netstack.cuda.kernel_launches import KERNELS_AT_ONCE
 from lamina.netstack.host.native_module import FAILED, mlx5_layout
 
 from .laned_card import LanedCard
@@ -22,7 +22,7 @@ from .laned_card import LanedCard
 if TYPE_CHECKING:
     from lamina.netstack.host._netstack import KernelPair
 
-MLX5 = LinkKind("mlx5", StructLayout(*mlx5_layout()), has_bulk=True, at_once=(*KERNELS_OF_CALLS, "flush"))
+MLX5 = LinkKind("mlx5", StructLayout(*mlx5_layout()), has_bulk=True, at_once=(*KERNELS_AT_ONCE, "flush"))
 ALONE, FIRST, BULK = 0, 1, 2  # Lane of csrc/netstack/mlx5_channel.h
 SYNDROMES = {  # of a failed work request, by the mlx5 manual
     0x01: "local length error",

@@ -18,6 +18,7 @@ from memory_peer import GEOMETRY, LAYERS, WAIT_S, Model, Pool, bind, memory_pool
 from stand_in_device import CPU, Recorded, StandIn
 from stand_in_gpu import StandInGpu, stand_in_gpus
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina import netstack
 from lamina.config.partition import PARTITIONS, Partition, by_head
@@ -114,6 +115,43 @@ def test_the_bits_are_those_of_messages_of_hosts(
         assert mine.num_waits == len(STEPS) * len(weights), (
             "a wait in each step for each memory worker, none in a layer"
         )
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of this thread, each of which a GPU launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("scheme", "launches"), [("cuda", 3), ("loopback", 14)])
+def test_a_layer_is_three_launches_however_many_memory_workers(scheme: str, launches: int, gpu: Make) -> None:
+    """Q, K and V, and O: each is one launch for both memory workers, straight from and to all heads. With a launch for
+    each message, as between threads, and copies of each worker's heads, they are 14.
+    """
+    with workers(scheme) as pool:
+        mine, layers = gpu(), [shape(), shape()]
+        there = direct_model(pool, mine, [1.0, 1.0], layers)
+        counts = list[int]()
+        for number, (ops, rows) in enumerate(STEPS):
+            plan = StepPlan(step=number, batch=0, ops=ops, rows=rows)
+            there.pool.send_plan(plan)
+            there.pool.begin_step(plan)
+            for layer in range(len(layers)):
+                q, k, v = (x.unsqueeze(2) for x in there.rows(rows, layer))
+                before = mine.launches
+                with Copies() as copies:
+                    there.pool.q(layer, q)
+                    there.pool.kv(layer, k, v)
+                    there.pool.o(layer, len(q), there.dtype)
+                counts.append(mine.launches - before + copies.count)
+            there.pool.check_errors()
+        assert counts == [launches] * len(counts)
 
 
 class Sent:

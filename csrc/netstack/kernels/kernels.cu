@@ -195,6 +195,134 @@ __device__ void receive(C& c, u8* target, u64 timeout_ns, int* status, Met met) 
   if (take(c, target, timeout_ns, status, met)) release(c, timeout_ns, status);
 }
 
+// One message of a launch for several channels: the rows of a tensor, a part of each. It is `bytes[0]` long, in parts of
+// `width[0]` bytes that begin `at[0]` bytes into a row, then, with a second tensor, `bytes[1]` in parts of `width[1]`.
+template <class C>
+struct Share {
+  C* channel;
+  const u64 *bytes, *tag;
+  u64* note;  // of a receive: see Due
+  int* status;
+  u64 at[2], width[2];
+};
+
+// `rows` parts of `width` bytes, `to_step` and `from_step` bytes apart, by part `part` of `parts` of the blocks.
+template <class Word>
+__device__ void copy_words_of_rows(u8* to, u64 to_step, const u8* from, u64 from_step, u64 width, u64 rows, u64 part,
+                                   u64 parts) {
+  const u32 each = u32(width / sizeof(Word)), words = u32(rows) * each, step = u32(parts * blockDim.x);
+  for (u32 at = u32(part * blockDim.x + threadIdx.x); at < words; at += kAhead * step) {
+    Word held[kAhead];
+#pragma unroll
+    for (u32 i = 0; i < kAhead; ++i)
+      if (const u32 word = at + i * step; word < words)
+        held[i] = __ldcg(reinterpret_cast<const Word*>(from + word / each * from_step) + word % each);
+#pragma unroll
+    for (u32 i = 0; i < kAhead; ++i)
+      if (const u32 word = at + i * step; word < words)
+        reinterpret_cast<Word*>(to + word / each * to_step)[word % each] = held[i];
+  }
+}
+
+// In the largest words that all places allow.
+__device__ void copy_rows(u8* to, u64 to_step, const u8* from, u64 from_step, u64 width, u64 rows, u64 part,
+                          u64 parts) {
+  const u64 places = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | to_step | from_step | width;
+  if (places % sizeof(uint4) == 0)
+    copy_words_of_rows<uint4>(to, to_step, from, from_step, width, rows, part, parts);
+  else if (places % sizeof(u64) == 0)
+    copy_words_of_rows<u64>(to, to_step, from, from_step, width, rows, part, parts);
+  else if (places % sizeof(u32) == 0)
+    copy_words_of_rows<u32>(to, to_step, from, from_step, width, rows, part, parts);
+  else
+    copy_words_of_rows<u8>(to, to_step, from, from_step, width, rows, part, parts);
+}
+
+// The tensors of a launch: rows `step` bytes apart. Without a second one it is null.
+struct Rows {
+  u8* first;
+  u64 first_step;
+  u8* second;
+  u64 second_step;
+};
+
+// Whether both lengths are of whole rows, and fit.
+template <class C>
+__device__ bool whole(const Share<C>& share, const Rows& rows, u64 room) {
+  const Source source{rows.first, rows.second, share.bytes};
+  return source.fits(room) && share.bytes[0] % share.width[0] == 0 &&
+         (!rows.second || share.bytes[1] % share.width[1] == 0);
+}
+
+// A granted message's payload, out of its rows.
+template <class C>
+__device__ void fill_rows(const Share<C>& share, const Rows& rows, u64 part, u64 parts) {
+  u8* payload = payload_of(*share.channel, share.channel->published);
+  const u64 *width = share.width, *bytes = share.bytes;
+  copy_rows(payload, width[0], rows.first + share.at[0], rows.first_step, width[0], bytes[0] / width[0], part, parts);
+  if (!rows.second) return;
+  payload += bytes[0];
+  copy_rows(payload, width[1], rows.second + share.at[1], rows.second_step, width[1], bytes[1] / width[1], part, parts);
+}
+
+// What was taken last, into its rows.
+template <class C>
+__device__ void drain_rows(const Share<C>& share, const Rows& rows, u64 part, u64 parts) {
+  const u8* payload = payload_in(*share.channel, share.channel->received - 1);
+  const u64 width = share.width[0];
+  copy_rows(rows.first + share.at[0], rows.first_step, payload, width, width, share.bytes[0] / width, part, parts);
+}
+
+// By one thread, as are the next two.
+template <class C>
+__device__ void begin_rows(const Share<C>& share, const Rows& rows, u64 timeout_ns) {
+  if (!whole(share, rows, share.channel->out.bytes)) settle(share.status, kFault);
+  reserve(*share.channel, timeout_ns, share.status);
+}
+
+template <class C>
+__device__ void post_rows(const Share<C>& share, const Rows& rows, u64 timeout_ns) {
+  if (*share.status == kOk)
+    post(*share.channel, Source{rows.first, rows.second, share.bytes}, share.tag, timeout_ns, share.status);
+}
+
+template <class C>
+__device__ void arrive_rows(const Share<C>& share, const Rows& rows, u64 timeout_ns) {
+  if (!whole(share, rows, share.channel->in.bytes)) settle(share.status, kFault);
+  u64 length;
+  const u8* payload;
+  arrive(*share.channel, timeout_ns, share.status, Due{share.bytes, share.tag, share.note}, &length, &payload);
+}
+
+// By all threads of a block, as is the next one.
+template <class C>
+__device__ void send_rows(const Share<C>& share, const Rows& rows, u64 timeout_ns) {
+  __shared__ int ready;
+  if (threadIdx.x == 0) {
+    begin_rows(share, rows, timeout_ns);
+    ready = *share.status == kOk;
+  }
+  __syncthreads();
+  if (!ready) return;
+  fill_rows(share, rows, 0, 1);
+  __syncthreads();  // with publish's fence, all threads' stores come before the signal
+  if (threadIdx.x == 0) post_rows(share, rows, timeout_ns);
+}
+
+template <class C>
+__device__ void receive_rows(const Share<C>& share, const Rows& rows, u64 timeout_ns) {
+  __shared__ int ready;
+  if (threadIdx.x == 0) {
+    arrive_rows(share, rows, timeout_ns);
+    ready = *share.status == kOk;
+  }
+  __syncthreads();
+  if (!ready) return;
+  drain_rows(share, rows, 0, 1);
+  __syncthreads();  // with report's fence, all threads' loads come before the credit
+  release(*share.channel, timeout_ns, share.status);
+}
+
 // `count` round trips of messages of `bytes`, by all threads. The leader's message n is a copy of `sources[n % kinds]`,
 // which are contiguous. The other side returns what it received. Received messages go to `targets[n]`. `times` gets the
 // GPU's clock before the first round and after each.

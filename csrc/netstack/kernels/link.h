@@ -65,6 +65,50 @@ LAMINA_KERNEL LAMINA_OF_LINK(receive_end)(LAMINA_LINK* channel, u64 timeout_ns, 
   release(*channel, timeout_ns, status);
 }
 
+// Messages to several channels, or from them, a block for each: what one waits for holds up no other. `first_step` and
+// `second_step`: see Rows.
+LAMINA_KERNEL LAMINA_OF_LINK(send_all)(const Share<LAMINA_LINK>* shares, u8* first, u64 first_step, u8* second,
+                                       u64 second_step, u64 timeout_ns) {
+  send_rows(shares[blockIdx.x], Rows{first, first_step, second, second_step}, timeout_ns);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(receive_all)(const Share<LAMINA_LINK>* shares, u8* first, u64 first_step, u64 timeout_ns) {
+  receive_rows(shares[blockIdx.x], Rows{first, first_step, nullptr, 0}, timeout_ns);
+}
+
+// Their parts for long messages; `blocks` of them share each copy.
+LAMINA_KERNEL LAMINA_OF_LINK(send_all_begin)(const Share<LAMINA_LINK>* shares, u8* first, u64 first_step, u8* second,
+                                             u64 second_step, u64 timeout_ns) {
+  if (threadIdx.x == 0) begin_rows(shares[blockIdx.x], Rows{first, first_step, second, second_step}, timeout_ns);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(send_all_fill)(const Share<LAMINA_LINK>* shares, u64 blocks, u8* first, u64 first_step,
+                                            u8* second, u64 second_step) {
+  const auto& share = shares[blockIdx.x / blocks];
+  if (*share.status == kOk) fill_rows(share, Rows{first, first_step, second, second_step}, blockIdx.x % blocks, blocks);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(send_all_end)(const Share<LAMINA_LINK>* shares, u8* first, u64 first_step, u8* second,
+                                           u64 second_step, u64 timeout_ns) {
+  if (threadIdx.x == 0) post_rows(shares[blockIdx.x], Rows{first, first_step, second, second_step}, timeout_ns);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(receive_all_begin)(const Share<LAMINA_LINK>* shares, u8* first, u64 first_step,
+                                                u64 timeout_ns) {
+  if (threadIdx.x == 0) arrive_rows(shares[blockIdx.x], Rows{first, first_step, nullptr, 0}, timeout_ns);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(receive_all_drain)(const Share<LAMINA_LINK>* shares, u64 blocks, u8* first,
+                                                u64 first_step) {
+  const auto& share = shares[blockIdx.x / blocks];
+  if (*share.status == kOk) drain_rows(share, Rows{first, first_step, nullptr, 0}, blockIdx.x % blocks, blocks);
+}
+
+LAMINA_KERNEL LAMINA_OF_LINK(receive_all_end)(const Share<LAMINA_LINK>* shares, u64 timeout_ns) {
+  const auto& share = shares[blockIdx.x];
+  release(*share.channel, timeout_ns, share.status);
+}
+
 // The halves of both, for a host that reserves ahead and holds what it has received. The counts are the host's, so a
 // step that the host gave up may be done again.
 LAMINA_KERNEL LAMINA_OF_LINK(reserve)(LAMINA_LINK* channel, u64 granted, u64 timeout_ns, int* status) {

@@ -14,7 +14,7 @@ from lamina.config.resolve import LayerPath
 from lamina.netstack import Channel, ChannelError
 from lamina.protocol.codec import RowCounts, WorkerPiece, messages, worker_pieces
 from lamina.protocol.step_plan import BindReply, DevicePathRequest, LayerShape, MessageKey, MessageKind, StepPlan
-from lamina.workers.device_transport import DESCRIPTOR_WORDS, DeviceTransport, message_descriptors
+from lamina.workers.device_transport import DESCRIPTOR_WORDS, DeviceTransport, FusedMessages, message_descriptors
 from lamina.workers.staging import Staging
 
 from .attention_client import AttentionClient, MemoryWorkerClient
@@ -32,6 +32,14 @@ class _DeviceShare(NamedTuple):
     piece: WorkerPiece
     q_heads: slice
     kv_heads: slice
+
+
+class _FusedLayer(NamedTuple):
+    """The launches of a layer, for all memory workers."""
+
+    q: FusedMessages
+    kv: FusedMessages
+    o: FusedMessages
 
 
 class DeviceAttentionClient:
@@ -61,6 +69,10 @@ class DeviceAttentionClient:
                     shares.append(_share(piece, wire, num_lines))
                     num_lines += DESCRIPTORS_PER_SHARE
         self._descriptors = torch.zeros(num_lines, DESCRIPTOR_WORDS, dtype=torch.int64, device=staging.device)
+        fuse = {wire.fuses_with for wire in wires}
+        self._fused = list[_FusedLayer]()  # by layer; none if each message is a launch of its own
+        if len(fuse) == 1 and None not in fuse:
+            self._fused += map(self._fused_layer, layers, self._shares)
         self._plan: StepPlan | None = None  # the plan of these descriptors
         # Batch -> its last plan, and its descriptors on the host.
         self._announced: dict[int, tuple[StepPlan, Tensor]] = {}
@@ -90,6 +102,9 @@ class DeviceAttentionClient:
 
     def q(self, layer: int, q: Tensor) -> None:
         """Send q [R, Hq, 1, D]. R may be more than the step's rows; the rest is not sent."""
+        if self._fused:
+            self._fused[layer].q.send(_rows(q))
+            return
         for share in self._shares[layer]:
             share.transport.send(
                 MessageKind.Q, self._descriptors[share.descriptor], q[:, share.q_heads, 0].contiguous()
@@ -97,6 +112,9 @@ class DeviceAttentionClient:
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]. R may be more than the step's rows; the rest is not sent."""
+        if self._fused:
+            self._fused[layer].kv.send(_rows(k), _rows(v))
+            return
         for share in self._shares[layer]:
             parts = (x[:, share.kv_heads, 0].contiguous() for x in (k, v))
             share.transport.send(MessageKind.KV, self._descriptors[share.descriptor + 1], *parts)
@@ -111,6 +129,9 @@ class DeviceAttentionClient:
         """Return O [R, 1, Hq, Dv]. The device receives it before later work; the host does not wait."""
         shape = self._layers[layer]
         out = torch.empty(num_rows, 1, shape.q_heads, shape.v_dim, dtype=dtype, device=self._staging.device)
+        if self._fused:
+            self._fused[layer].o.receive(out)
+            return out
         for share in self._shares[layer]:
             part = out[:, :, share.q_heads]
             target = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
@@ -134,6 +155,22 @@ class DeviceAttentionClient:
                     link.poll(0.0)
             raise
 
+    def _fused_layer(self, shape: LayerShape, shares: Sequence[_DeviceShare]) -> _FusedLayer:
+        """Return the layer's messages, each of which is a launch for all memory workers."""
+        q_bytes, k_bytes, v_bytes = (n * self._itemsize for n in (shape.qk_dim, shape.qk_dim, shape.v_dim))
+        heads = [(x.q_heads, x.kv_heads) for x in shares]
+        spans = {
+            MessageKind.Q: [[_span(q, q_bytes)] for q, _ in heads],
+            MessageKind.KV: [[_span(kv, k_bytes), _span(kv, v_bytes)] for _, kv in heads],
+            MessageKind.O: [[_span(q, v_bytes)] for q, _ in heads],
+        }
+        fused = list[FusedMessages]()
+        for more, (kind, each) in enumerate(spans.items()):
+            lines = (self._descriptors[share.descriptor + more] for share in shares)
+            table = [(share.transport, line, x) for share, line, x in zip(shares, lines, each, strict=True)]
+            fused.append(FusedMessages(kind, table, self._staging))
+        return _FusedLayer(*fused)
+
     def _messages(self, plan: StepPlan) -> list[tuple[MessageKey, int, int]]:
         rows, sizes = (RowCounts(plan.num_rows),), list[tuple[MessageKey, int, int]]()
         for layer, shares in enumerate(self._shares):
@@ -146,6 +183,18 @@ class DeviceAttentionClient:
                 sizes.append((key._replace(kind=MessageKind.KV), k_bytes, x.kv_bytes - k_bytes))
                 sizes.append((key._replace(kind=MessageKind.O), x.o_bytes, 0))
         return sizes
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x [R, H, 1, D] as [R, H, D] whose rows are contiguous, though not one after another."""
+    rows = x[:, :, 0]
+    dense = rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == rows.shape[2])
+    return rows if dense else rows.contiguous()
+
+
+def _span(heads: slice, head_bytes: int) -> range:
+    """Return the bytes of these heads in a row."""
+    return range(heads.start * head_bytes, heads.stop * head_bytes)
 
 
 def _share(piece: WorkerPiece, transport: DeviceTransport, line: int) -> _DeviceShare:

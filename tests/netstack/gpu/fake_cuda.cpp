@@ -189,7 +189,10 @@ std::map<std::string, Kernel>& kernels() {
       KERNEL(lamina_##link##_take), KERNEL(lamina_##link##_release), KERNEL(lamina_##link##_rounds),                   \
       KERNEL(lamina_##link##_send_begin), KERNEL(lamina_##link##_send_fill), KERNEL(lamina_##link##_send_end),         \
       KERNEL(lamina_##link##_receive_begin), KERNEL(lamina_##link##_due_begin), KERNEL(lamina_##link##_receive_drain), \
-      KERNEL(lamina_##link##_receive_end)
+      KERNEL(lamina_##link##_receive_end), KERNEL(lamina_##link##_send_all), KERNEL(lamina_##link##_send_all_begin),   \
+      KERNEL(lamina_##link##_send_all_fill), KERNEL(lamina_##link##_send_all_end),                                     \
+      KERNEL(lamina_##link##_receive_all), KERNEL(lamina_##link##_receive_all_begin),                                  \
+      KERNEL(lamina_##link##_receive_all_drain), KERNEL(lamina_##link##_receive_all_end)
       KERNELS(memory),          KERNELS(mlx5),        KERNEL(lamina_mlx5_flush), KERNELS(gin),
       KERNEL(lamina_gin_flush), KERNEL(lamina_stamp),
   };
