@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import Any
 
@@ -30,6 +31,20 @@ def peak_activation_bytes(program: SlicedProgram, *, rows: int, sampled: int) ->
             live = _run(piece.module, given, [_NoReceiver()])
         most = max(most, live)
     return most
+
+
+def graph_buffer_bytes(program: SlicedProgram, *, rows: int) -> int:
+    """Return the bytes that CUDA graphs of up to ``rows`` rows keep. These are inputs and results, which all graphs
+    share, and the memory in which the largest one computes. ``program`` is on the meta device.
+    """
+    kept = dict[tuple[Any, ...], int]()
+    for index in range(len(program.cuts) + 1):
+        for i, x in enumerate(_inputs(program, index, 1)):
+            number = -1 if x.is_floating_point() else index  # see GraphedSlice
+            kept["input", i, tuple(x.shape[1:]), x.dtype, number] = x.nbytes
+        for i, result in enumerate(program.cuts[index].tensors if index < len(program.cuts) else ()):
+            kept["result", i, tuple(result.shape), result.dtype] = math.prod(result.shape) * result.dtype.itemsize
+    return rows * sum(kept.values()) + peak_activation_bytes(program, rows=rows, sampled=rows)
 
 
 def _inputs(program: SlicedProgram, index: int, rows: int) -> list[Tensor]:

@@ -11,8 +11,9 @@ its messages and carried tensors are copies: the next replay would overwrite the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -105,6 +106,30 @@ class GraphableCollective:
             self._met = self.group
 
 
+class GraphBuffers:
+    """The inputs and results of all graphs of a program, which run one after another and are copied out at once. So a
+    slice and a number of rows have none of their own, but the first rows of one buffer.
+    """
+
+    def __init__(self, max_rows: int = MAX_GRAPH_ROWS) -> None:
+        self._max_rows = max_rows
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def rows_like(self, place: tuple[Any, ...], x: Tensor, rows: int) -> Tensor:
+        """Return ``rows`` rows like those of ``x``: the same memory for an equal ``place``. They have what was last
+        written, at first zeros.
+        """
+        key = (*place, x.shape[1:], x.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = x.new_zeros(self._max_rows, *x.shape[1:])
+        return self._buffers[key][:rows]
+
+
 class GraphedProgram:
     """A program whose slices run as graphs. One thread calls it, one slice at a time."""
 
@@ -113,7 +138,30 @@ class GraphedProgram:
         meetings = GraphableCollective(group) if group and not group.recordable else None
         bound = collective.bind(program, meetings or group) if group else program
         joined = group if group and group.recordable else None
-        self.slices = [GraphedSlice(inner, capture, meetings, joined) for inner in bound.slices]
+        self.buffers = GraphBuffers()
+        self.slices = [
+            GraphedSlice(inner, capture, meetings, joined, self.buffers, number)
+            for number, inner in enumerate(bound.slices)
+        ]
+
+    @property
+    def num_recorded(self) -> int:
+        """The number of slices and numbers of rows that have graphs."""
+        return sum(each.num_recorded for each in self.slices)
+
+    def record(
+        self, sizes: Iterable[int], first: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], send: Any
+    ) -> None:
+        """Record the graphs of all slices for the numbers of rows ``sizes``, the most first, whose memory the others
+        share. Nothing is launched, and no message is sent. ``first``: the inputs of the first slice, for one row.
+        ``outputs``: by slice, further inputs of the next one after the results of this one. ``send``: the client whose
+        messages are recorded, if they can be.
+        """
+        for rows in sorted({padded_rows(size) for size in sizes if size <= MAX_GRAPH_ROWS}, reverse=True):
+            inputs = _repeated(first, rows)
+            for each, more in zip_longest(self.slices, outputs):
+                results = each.record((*inputs, *([] if more is None else [send])))
+                inputs = (*results, *_repeated(more or (), rows))
 
     def clear_graphs(self) -> None:
         """Discard recorded graphs, which may use channels or ranks that are gone."""
@@ -130,40 +178,77 @@ class GraphedSlice:
         capture: GraphCapture,
         meetings: GraphableCollective | None = None,
         joined: Collective | None = None,
+        buffers: GraphBuffers | None = None,
+        number: int = 0,
     ) -> None:
         """``meetings``: what ``inner`` calls for collectives of the host. ``joined``: the ranks, if collectives are
-        recorded.
+        recorded. ``buffers``: those of the program, in which it is slice ``number``.
         """
+        self._buffers, self._number = buffers or GraphBuffers(), number
         self._inner, self._capture, self._meetings, self._captures_messages = inner, capture, meetings, joined
         self._known: dict[tuple[int, Any], _PaddedSlice] = {}  # by rows, and by the client whose messages are recorded
         self._refused = False
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
-        rows = args[0].shape[0]
-        bucket = padded_rows(rows)
+        rows, (inputs, send) = args[0].shape[0], _parted(args)
+        graphed = self._graphed(inputs, send)
+        return self._plain(args) if graphed is None else graphed(inputs, rows, send)
+
+    @property
+    def num_recorded(self) -> int:
+        """The number of numbers of rows that have graphs."""
+        return len(self._known)
+
+    def record(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Record the graph for these arguments without launching it. Returns tensors like its results; without data."""
+        inputs, send = _parted(args)
+        graphed = self._graphed(inputs, send)
+        if graphed is not None:
+            return graphed.results
+        return self._plain([*inputs, *([] if send is None else [_NullReceiver()])])
+
+    def _graphed(self, inputs: Sequence[Tensor], send: Any) -> _PaddedSlice | None:
+        """Return the graphs for so many rows, recorded now or before; None if there are none."""
+        bucket = padded_rows(inputs[0].shape[0])
         if bucket > MAX_GRAPH_ROWS or self._refused:
-            return self._plain(args)
-        inputs, send = (args, None) if isinstance(args[-1], Tensor) else (args[:-1], args[-1])
+            return None
         kind = bucket, send if getattr(send, "recordable", False) else None
         if kind not in self._known:
             try:
                 tape = _SegmentRecorder(self._capture) if kind[1] is None else _MessageRecorder(self._capture, send)
+                own = [self._input(i, x, bucket) for i, x in enumerate(inputs)]
                 self._known[kind] = _PaddedSlice(
-                    self._inner, inputs, bucket, send is not None, tape, self._meetings, self._captures_messages
+                    self._inner, own, send is not None, tape, self._meetings, self._captures_messages, self._buffers
                 )
             except RuntimeError as error:
                 log.warning("a slice cannot be a graph, and runs without: %s", str(error).partition("\n")[0])
                 self._refused = True
-                return self._plain(args)
-        return self._known[kind](inputs, rows, send)
+                return None
+        return self._known[kind]
 
     def clear_graphs(self) -> None:
         """Discard the recorded graphs; the next call records new ones."""
         self._known.clear()
 
+    def _input(self, index: int, x: Tensor, bucket: int) -> Tensor:
+        """Return the memory of an input. What padding has is of no use, but integers, which may be token ids, must be
+        those of an earlier call of this slice.
+        """
+        place = ("input", index) if x.is_floating_point() else ("input", index, self._number)
+        return self._buffers.rows_like(place, x, bucket)
+
     def _plain(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         out: tuple[Tensor, ...] = self._inner(*args)
         return out
+
+
+def _parted(args: Sequence[Any]) -> tuple[Sequence[Tensor], Any]:
+    """Return the tensors among a slice's arguments, and where its messages go; None for the last slice."""
+    return (args, None) if isinstance(args[-1], Tensor) else (args[:-1], args[-1])
+
+
+def _repeated(tensors: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
+    return tuple(x.new_zeros(rows, *x.shape[1:]) for x in tensors)
 
 
 class _GraphSend(NamedTuple):
@@ -191,25 +276,31 @@ class _GraphCollectiveCall(NamedTuple):
 
 
 class _PaddedSlice:
-    """A slice with ``bucket`` rows: its graphs, and the memory that they read and write."""
+    """A slice with some number of rows: its graphs."""
 
     def __init__(
         self,
         inner: Any,
         inputs: Sequence[Tensor],
-        bucket: int,
         sends: bool,
         tape: _SegmentRecorder,
         meetings: GraphableCollective | None,
         joined: Collective | None,
+        buffers: GraphBuffers,
     ) -> None:
-        """Record the slice. Raises RuntimeError if it does something that cannot be recorded."""
-        self._bucket, self._meetings, self._joined, self._launching = bucket, meetings, joined, tape.launching
-        self._inputs = [x.new_zeros(bucket, *x.shape[1:]) for x in inputs]  # padding rows are rows of token 0
-        self._run(inner, _NullReceiver(), sends)  # libraries prepare themselves in their first call
+        """Record the slice, which reads ``inputs``. Raises RuntimeError if it does something that cannot be
+        recorded.
+        """
+        self._bucket = bucket = inputs[0].shape[0]
+        self._meetings, self._joined, self._launching = meetings, joined, tape.launching
+        self._inputs = inputs
+        first = self._run(inner, _NullReceiver(), sends)  # libraries prepare themselves in their first call
+        self.results = tuple(buffers.rows_like(("result", i), x, bucket) for i, x in enumerate(first))
+        del first
         tape.capture.begin()
         try:
-            self._results = self._run(inner, tape, sends)
+            for kept, x in zip(self.results, self._run(inner, tape, sends), strict=True):
+                kept.copy_(x)
         except BaseException:
             with suppress(RuntimeError):
                 tape.capture.end()
@@ -229,7 +320,7 @@ class _PaddedSlice:
                 getattr(send, end.kind)(end.call, *(x[:rows].clone() for x in end.tensors))
             elif end is not None and self._meetings is not None:
                 end.meet(self._meetings.group, self._bucket, rows)
-        return tuple(x[:rows].clone() for x in self._results)
+        return tuple(x[:rows].clone() for x in self.results)
 
     def _run(self, inner: Any, other: _NullReceiver, sends: bool) -> tuple[Tensor, ...]:
         """Run the slice with ``other`` in place of its receivers and ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 from stand_in_device import RecordingCapture
 from torch import Tensor
 
-from lamina.workers.cuda_graphs import MAX_GRAPH_ROWS, GraphableCollective, GraphedSlice, padded_rows
+from lamina.workers.cuda_graphs import (
+    MAX_GRAPH_ROWS,
+    GraphableCollective,
+    GraphedProgram,
+    GraphedSlice,
+    padded_rows,
+)
 
 
 class Kept:
@@ -156,3 +163,55 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture)
     assert len(kept.sent) == 3, "no message of a recording has left"
     assert len(caplog.records) == 1
     assert not capture.recording
+
+
+def first_slice(ids: Tensor, positions: Tensor, send: Any) -> tuple[Tensor, ...]:
+    x = (ids + positions) * WEIGHT[:1]
+    send.q(0, x.view(-1, 2, 1, 4))
+    send.kv(0, x[:, None], x[:, None] * 2)
+    return ids, x
+
+
+def middle_slice(ids: Tensor, x: Tensor, o: Tensor, send: Any) -> tuple[Tensor, ...]:
+    h = x @ WEIGHT + o.view(-1, 8)
+    send.q(1, h.view(-1, 2, 1, 4))
+    send.kv(1, h[:, None], h[:, None] * 2)
+    return ids, h.sin()
+
+
+def slice_of_the_end(ids: Tensor, x: Tensor, o: Tensor) -> tuple[Tensor, ...]:
+    return (x.cos() + o.view(-1, 8) + ids,)
+
+
+SLICES = [first_slice, middle_slice, slice_of_the_end]
+
+
+def steps(slices: Any, rows: int, send: Any) -> Tensor:
+    """A step of all slices, whose attention returns what depends on the layer alone."""
+    ids, positions = torch.arange(rows)[:, None], torch.full((rows, 1), 3)
+    carry = slices[0](ids, positions, send)
+    carry = slices[1](*carry, torch.full((rows, 1, 2, 4), 0.5), send)
+    return slices[2](*carry, torch.full((rows, 1, 2, 4), 0.25))[0]
+
+
+def test_what_is_recorded_at_the_start_serves_every_step() -> None:
+    """19 numbers of rows: with nothing at the start, each of them was recorded while sequences decoded. All graphs have
+    the inputs and results of one; with memory of their own they had 1,543 rows of each slice.
+    """
+    capture, kept = RecordingCapture(), Kept()
+    program, one = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, 2, 4)
+    graphed = GraphedProgram(SimpleNamespace(slices=SLICES), capture)
+    graphed.record(range(1, MAX_GRAPH_ROWS + 9), [program, program], [[one], [one]], kept)
+    assert kept.sent == [], "nothing is launched"
+    sizes = {padded_rows(rows) for rows in range(1, MAX_GRAPH_ROWS + 1)}
+    recorded = capture.graphs
+    assert graphed.num_recorded == len(SLICES) * len(sizes)
+    assert sum(sizes) == 1543
+    floats, numbers = 4 * 8 * 4, 5 * 8  # x, o and two places of results; ids of each slice, positions, a result
+    assert graphed.buffers.nbytes == MAX_GRAPH_ROWS * (floats + numbers)
+    for rows in (1, 3, 8, 33, 200, MAX_GRAPH_ROWS, 5):
+        torch.testing.assert_close(steps(graphed.slices, rows, kept), steps(SLICES, rows, Kept()), atol=1e-5, rtol=1e-5)
+    assert capture.graphs == recorded, "nothing is recorded while sequences decode"
+    graphed.clear_graphs()
+    steps(graphed.slices, 3, kept)
+    assert capture.graphs > recorded

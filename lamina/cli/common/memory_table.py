@@ -217,13 +217,14 @@ def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
         inbox = pipeline_inbox([c.tensors for c in cuts], max_rows=config.batching.max_rows, num_batches=batches)
         slots += channel_bytes(inbox, inbox)
     carried = (batches - 1) * config.batching.max_rows * max(c.bytes_per_token for c in cuts)
+    device = _device("--compute-device", config.devices.compute_device, config.gpu_index("compute", index))
     return WorkerMemory(
         name=f"compute-{index}",
-        device=_device("--compute-device", config.devices.compute_device, config.gpu_index("compute", index)),
+        device=device,
         mapped=facts.weights.mapped + facts.shared,
         copied=_copied(facts),
         slots=slots,
-        workspace=_slices(facts, config) + carried,
+        workspace=_slices(facts, config) + carried + _graphs(facts, config, device),
     )
 
 
@@ -345,6 +346,16 @@ def _slices(facts: _RankFacts, config: EngineConfig) -> int:
     rows, sampled = config.batching.max_rows, config.batching.max_num_seqs
     logits = facts.vocab_size * (8 * sampled + 40)
     return peak_activation_bytes(facts.program, rows=rows, sampled=sampled) + logits
+
+
+def _graphs(facts: _RankFacts, config: EngineConfig, device: str) -> int:
+    """Return the bytes that the CUDA graphs of a compute worker keep."""
+    from lamina.models.activation_memory import graph_buffer_bytes
+    from lamina.workers.cuda_graphs import MAX_GRAPH_ROWS
+
+    if not device.startswith("cuda") or not config.model.cuda_graphs:
+        return 0
+    return graph_buffer_bytes(facts.program, rows=MAX_GRAPH_ROWS)
 
 
 def _split(facts: _RankFacts, config: EngineConfig, partition: Partition, worker: int, kv_bytes: int) -> BlockSplit:

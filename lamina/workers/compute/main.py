@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from msgspec import structs
 
 from lamina import netstack
@@ -20,7 +21,7 @@ from lamina.ops.collective.mesh import connect_mesh, listener_terms
 from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.mixers import num_state_slots, versions_of_sequence
 from lamina.protocol.step_plan import BindReply, BindRequest, JoinRequest, ProtocolError
-from lamina.workers.cuda_graphs import GraphedProgram
+from lamina.workers.cuda_graphs import MAX_GRAPH_ROWS, GraphedProgram
 from lamina.workers.device_selection import CPU
 from lamina.workers.device_transport import can_use_device_path
 from lamina.workers.epoch_channels import EpochFabric, EpochListener
@@ -28,7 +29,7 @@ from lamina.workers.memory.kv_store import available_bytes
 from lamina.workers.mixer_messages import largest_messages, mixer_pieces, state_bytes
 
 from .attention_client import AttentionClient, MemoryWorkerClient, RefusedError
-from .compute_worker import Attention, ComputeWorker
+from .compute_worker import FIXED_ROWS, Attention, BufferedSends, ComputeWorker
 from .device_attention_client import DeviceAttentionClient, open_transports
 from .emulated_slices import EmulatedProgram
 from .epoch_group import EpochGroup
@@ -128,8 +129,25 @@ class ComputeServer(ModelServer):
                 trace=self.trace,
                 epoch=meeting.epoch,
             )
+        self._record_graphs(attention)
         bind = self._bind(meeting, 0) if not start.replica else None
         return self._worker_in_epoch, structs.replace(self.ready_message(cut, bounds, meeting.epoch), bind=bind)
+
+    def _record_graphs(self, attention: Attention) -> None:
+        """Record the graphs of all numbers of rows that a step may have, so that none is recorded while sequences
+        decode. Slices of hybrid models, and of several replicas, are recorded when they first run.
+        """
+        start, cut = self.start, self._cut
+        if not isinstance(self._program, GraphedProgram) or self._mixers() or self.replicas > 1:
+            return
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.staging.device)
+        outputs = [
+            [torch.zeros(1, 1, x.q_heads, x.v_dim, dtype=cut.dtype, device=self.staging.device)] for x in cut.layers
+        ]
+        fixed = start.model.deterministic
+        sizes = [FIXED_ROWS] if fixed else range(1, min(MAX_GRAPH_ROWS, start.batching.max_rows) + 1)
+        self._program.record(sizes, [token, token], outputs, BufferedSends() if fixed else attention)
+        self.clock.lap("record_s")
 
     def _with_rotary(self, cut: CutModel) -> CutModel:
         """Return the cut with layers that describe how keys rotate with their position, after that was verified. Raises
