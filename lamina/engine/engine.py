@@ -249,9 +249,10 @@ class Engine:
         for sequence, rows in zip(step.sequences, step.plan.rows, strict=True):
             if rows.first == sequence.num_cached_tokens and (request := self.requests.of(sequence)):
                 request.on_scheduled(sequence, now)
-            chunk_scores = prompt_logprob_requests_of(sequence, rows.first, rows.count, row)
-            scores += chunk_scores
-            step.prompt_logprob_requests += [sequence] * len(chunk_scores)
+            if sequence.params.prompt_logprobs is not None:
+                chunk_scores = prompt_logprob_requests_of(sequence, rows.first, rows.count, row)
+                scores += chunk_scores
+                step.prompt_logprob_requests += [sequence] * len(chunk_scores)
             row += rows.count
             ends[sequence] = row - 1
         draws = [*scores, *sampling_requests_of(step, ends, len(scores))]
@@ -283,11 +284,12 @@ class Engine:
 
     def _append_sampled(self, each: Iterable[tuple[Sequence, SampledToken]]) -> None:
         """Append sampled tokens to their requests."""
+        of = self.requests.of
         for sequence, drawn in each:
             if sequence.hold_back(drawn):
                 continue
-            request = self.requests.of(sequence)
-            if sequence.finished or request is None:
+            request = of(sequence)
+            if request is None or sequence.finished:
                 sequence.num_output_placeholders -= 1  # the row was scheduled before the sequence ended
                 continue
             request.append(sequence, drawn)

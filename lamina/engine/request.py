@@ -136,11 +136,7 @@ class Request:
         self.sequences = sequences
         self.text_streams = texts
         self.logits = b""  # with external sampling, see SampledToken
-
-    @property
-    def id(self) -> int:
-        """The number of the request, in order of arrival."""
-        return self.sequences[0].request_id
+        self.id = sequences[0].request_id  # in order of arrival
 
     def on_scheduled(self, sequence: Sequence, now: float) -> None:
         """Record that the first rows of a sequence are scheduled."""
@@ -205,13 +201,14 @@ class Request:
 
     def is_first_token_of(self, sequence: Sequence) -> bool:
         """True if ``sequence`` has its first token, and no other sequence of the request has one."""
-        return sequence.num_output_tokens == 1 and not any(
+        return len(sequence.tokens) - len(sequence.prompt) == 1 and not any(
             s.num_output_tokens for s in self.sequences if s is not sequence
         )
 
     def append(self, sequence: Sequence, drawn: SampledToken) -> None:
         """Append the token that was sampled for a sequence, or end it with the reason why there is none."""
-        output, text = sequence.output, self.text_streams[sequence.output.index]
+        output = sequence.output
+        text = self.text_streams[output.index]
         if sequence.external_sampling:
             self.logits = drawn.logits
             sequence.on_logits_ready()
@@ -325,11 +322,12 @@ class ActiveRequests:
             return []
         now, outputs = self._clock(), list[RequestOutput]()
         for request_id, request in self._grown.items():
-            finished = request.output.finished
-            request.output.times.mark(now, finished=finished)
+            output = request.output
+            finished = output.finished
+            output.times.mark(now, finished=finished)
             if finished:
-                request.output.num_preemptions = sum(s.num_preemptions for s in request.sequences)
+                output.num_preemptions = sum(s.num_preemptions for s in request.sequences)
                 del self._all[request_id]
-            outputs.append(request.output)
+            outputs.append(output)
         self._grown = {}
         return outputs

@@ -281,7 +281,7 @@ class LogitsUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     penalties: Penalties | None = None  # None: as in an earlier draw
 
 
-class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class SamplingRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The parameters by which the token after one row is sampled. The result depends only on the row's logits, these
     fields and, with ``has_pending_token``, the token that the step before drew for the sequence.
     """
@@ -335,7 +335,7 @@ NO_TOKEN = -1
 ALL_TOKENS_BANNED = -2
 
 
-class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token. ``token_id``: NO_TOKEN if the largest logit is not finite, ALL_TOKENS_BANNED if every token
     with a finite logit is banned. ``logprobs``: of the chosen token first, then of the best ones, which may include it
     again. ``logits``: if requested, all of the row, fp32, by token, little-endian; ``token_id`` then has no meaning.

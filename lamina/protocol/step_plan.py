@@ -139,7 +139,7 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
     length: int
 
 
-class RowRange(msgspec.Struct, frozen=True, array_like=True):
+class RowRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Consecutive new tokens of one sequence: positions ``first .. first + count``. A sequence is in a step once.
 
     Attention reads positions ``0 .. first`` from the store and the new ones from this step; it ignores rows stored

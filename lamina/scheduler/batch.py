@@ -26,7 +26,7 @@ class Batch:
     @property
     def load(self) -> int:
         """The number of tokens that its attention reads, which is its load on the memory workers."""
-        return sum(s.num_tokens_with_placeholders for s in self.running)
+        return sum([len(s.tokens) + s.num_output_placeholders for s in self.running])
 
 
 class ChunkPolicy(NamedTuple):

@@ -17,13 +17,16 @@ def sampling_requests_of(
 
     ``last_rows``: the index of each sequence's last row in the step.
     """
-    request_index = {sequence: num_earlier + i for i, sequence in enumerate(step.sampled_sequences)}
+    by_prefill_worker = step.side_worker is not None
+    request_index = dict[Sequence, int]()
+    if any(sequence.follows is not None for sequence in step.sampled_sequences):
+        request_index = {sequence: num_earlier + i for i, sequence in enumerate(step.sampled_sequences)}
     for sequence in step.sampled_sequences:
         followed = sequence.follows
         yield sampling_request_of(
             sequence,
             last_rows[sequence],
-            by_prefill_worker=step.side_worker is not None,
+            by_prefill_worker=by_prefill_worker,
             reference_request=-1 if followed is None else request_index[followed],
         )
 
@@ -39,22 +42,25 @@ def sampling_request_of(
     params = sequence.params
     if reference_request >= 0:
         return _plain(sequence, row, reference_request=reference_request)
-    index = sequence.num_output_tokens + sequence.num_output_placeholders - 1
+    pending = sequence.num_output_placeholders
+    index = len(sequence.tokens) - len(sequence.prompt) + pending - 1
+    # By position, in the order of the fields: it is built for every row of every step.
     return SamplingRequest(
-        row=row,
-        sequence=sequence.id,
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        seed=sequence.seed,
-        output_index=index,
-        logprobs=-1 if params.logprobs is None else _alternatives(params.logprobs),
-        banned_token_ids=sorted(sequence.stop_tokens) if index < params.min_tokens else [],
-        min_p=params.min_p,
-        filter_order=params.filter_order,
-        logits_update=_adjust(sequence, by_prefill_worker=by_prefill_worker) if params.adjusts_logits else None,
-        has_pending_token=sequence.num_output_placeholders > 1,
-        return_logits=sequence.external_sampling,
+        row,
+        sequence.id,
+        params.temperature,
+        max(params.top_k, 0),
+        params.top_p,
+        sequence.seed,
+        index,
+        -1 if params.logprobs is None else _alternatives(params.logprobs),
+        sorted(sequence.stop_tokens) if index < params.min_tokens else [],
+        params.min_p,
+        _adjust(sequence, by_prefill_worker=by_prefill_worker) if params.adjusts_logits else None,
+        pending > 1,
+        -1,
+        params.filter_order,
+        sequence.external_sampling,
     )
 
 

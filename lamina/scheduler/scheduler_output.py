@@ -32,9 +32,12 @@ class ScheduledStep:
         self.prompt_logprob_requests: list[Sequence] = []
         self.drawn: Several[SampledToken] = ()
         self.warnings: list[str] = []
-        self.tokens = list[int]()
+        self.tokens = tokens = list[int]()
         for sequence, row in zip(parts, plan.rows, strict=True):
-            self.tokens += sequence.tokens_at(row.first, row.count)
+            if row.count == 1:  # most rows
+                tokens.append(sequence.tokens[row.first] if row.first < len(sequence.tokens) else -1)
+            else:
+                tokens += sequence.tokens_at(row.first, row.count)
 
     @property
     def num_attended_pairs(self) -> int:
@@ -82,10 +85,10 @@ def round_of(steps: list[ScheduledStep], batches: Several[ReadingBatch], *, foll
 
 def commit(plan: StepPlan, picked: Mapping[Sequence, int]) -> ScheduledStep:
     """Returns the step of ``plan``, and counts its rows as computed in each sequence."""
-    draws = [s for s, count in picked.items() if s.num_computed_tokens + count == s.num_tokens_with_placeholders]
-    step = ScheduledStep(plan, list(picked), draws)
+    step = ScheduledStep(plan, list(picked), [])
     for sequence, count in picked.items():
         sequence.num_computed_tokens += count
-    for sequence in draws:
-        sequence.num_output_placeholders += 1
+        if sequence.num_computed_tokens == len(sequence.tokens) + sequence.num_output_placeholders:
+            sequence.num_output_placeholders += 1
+            step.sampled_sequences.append(sequence)
     return step

@@ -126,11 +126,11 @@ class Sequence:
         token is known or being sampled, and none while the caller has to choose a token.
         """
         promised = len(self.tokens) + self.num_output_placeholders
-        ended = (
-            self.finished or promised >= self.max_len or (self.external_sampling and self.num_output_placeholders > 0)
-        )
-        waits = self.transfer != NO_TRANSFER and self.transfer.holds_rows(self.num_computed_tokens)
-        return not ended and not waits and self.num_computed_tokens < promised
+        if self.finished or promised >= self.max_len or self.num_computed_tokens >= promised:
+            return False
+        if self.external_sampling and self.num_output_placeholders > 0:
+            return False
+        return self.transfer is NO_TRANSFER or not self.transfer.holds_rows(self.num_computed_tokens)
 
     @property
     def is_decoding(self) -> bool:
@@ -142,11 +142,13 @@ class Sequence:
 
         ``picked``: rows of earlier sequences in the same step.
         """
-        upto = self.num_tokens_with_placeholders
+        upto, computed = len(self.tokens) + self.num_output_placeholders, self.num_computed_tokens
         scores = self.kept.scores
-        if scores is not None and scores.next_drop_length > self.num_computed_tokens:
+        if scores is not None and scores.next_drop_length > computed:
             upto = min(upto, scores.next_drop_length)
-        return min(upto, self.next_step_end) - self.num_computed_tokens
+        if self.step_ends:
+            upto = min(upto, self.next_step_end)
+        return upto - computed
 
     @property
     def next_step_end(self) -> int:
@@ -180,21 +182,24 @@ class Sequence:
         if self.num_discarded_samples:
             self.num_discarded_samples -= 1
             return True
-        if self.transfer.loading_tokens:
-            self.early_tokens.append(drawn)
-            return True
-        return False
+        if self.transfer is NO_TRANSFER or not self.transfer.loading_tokens:
+            return False
+        self.early_tokens.append(drawn)
+        return True
 
     def append(self, token: int) -> None:
         """Append a sampled token, and finish the sequence if it ends by it or by length."""
         self.tokens.append(token)
         self.num_output_placeholders -= 1
-        # An earlier stop token was drawn only if a grammar allowed no other token.
-        may_stop = self.num_output_tokens > self.params.min_tokens or self.params.structured_outputs is not None
-        if token in self.stop_tokens and may_stop:
+        if token in self.stop_tokens and self._may_stop:
             self.finish("stop", token if token in (self.params.stop_token_ids or []) else None)
         elif len(self.tokens) >= self.max_len:
             self.finish("length")
+
+    @property
+    def _may_stop(self) -> bool:
+        """An earlier stop token was drawn only if a grammar allowed no other token."""
+        return self.num_output_tokens > self.params.min_tokens or self.params.structured_outputs is not None
 
     def on_logits_ready(self) -> None:
         """Record that the logits have arrived, with external sampling. The caller chooses the next token."""

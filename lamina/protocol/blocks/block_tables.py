@@ -172,14 +172,16 @@ class BlockTables(SequenceBlocks):
         shared, forked = self._after_ops(plan, changes, shifted)
         seen = set(shifted)
         shares = bool(shared) or any(pool.has_shared for pool in self._pools)
+        extents, stays_in_block = self.sequence_extents, self._extents.stays_in_block
         for row in plan.rows:
-            if row.sequence in seen:
-                raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}, or shifted")
-            seen.add(row.sequence)
-            old = None if shares or row.sequence in changes else self.sequence_extents.get(row.sequence)
+            sequence, first = row.sequence, row.first
+            if sequence in seen:
+                raise PlanError(f"sequence {sequence} is twice in step {plan.step}, or shifted")
+            seen.add(sequence)
+            old = None if shares or sequence in changes else extents.get(sequence)
             # True of most rows: no block is taken or freed.
-            if old is not None and self._extents.stays_in_block(old, row):
-                steady[row.sequence] = Extent(row.first + row.count, row.first, *old[2:])
+            if old is not None and stays_in_block(old, row):
+                steady[sequence] = Extent(first + row.count, first, old.starts, old.location, old.dropped_blocks)
                 continue
             before = changes.get(row.sequence) or self._extent(changes, row.sequence)
             length = forked.get(row.sequence, 0)

@@ -192,9 +192,11 @@ class Extents:
         """Return whether ``row`` stays in the last held block and no window frees any. This quick check suffices for
         most rows; False means that a full check is needed.
         """
-        begun = row.first % self._block_size
-        goes_on = row.first == extent.length and row.count > 0 and 0 < begun <= self._block_size - row.count
-        return goes_on and not self._windowed and row.location == extent.location
+        first, count = row.first, row.count
+        goes_on = first == extent.length and count > 0 and 0 < first % self._block_size <= self._block_size - count
+        if not goes_on or self._windowed:
+            return False
+        return row.location is extent.location or row.location == extent.location
 
     def _starts(self, extent: Extent, row: RowRange) -> tuple[int, ...]:
         """Return the first block that is kept from ``row`` on, by group."""
