@@ -89,7 +89,7 @@ def compile_as_a_new_process(architecture: int) -> int:
 def test_a_worker_that_starts_again_compiles_nothing(
     nvcc: Nvcc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ``nvcc`` is for: its folder."""
+    """The fixture ``nvcc`` gives a cache of its own."""
     assert [compile_as_a_new_process(90) for _ in range(3)] == [1, 0, 0]
     assert compile_as_a_new_process(100) == 1, "an architecture has its own"
     assert len(kept(tmp_path)) == 2

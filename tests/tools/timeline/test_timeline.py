@@ -41,7 +41,7 @@ def record(path: Path, *flags: str) -> None:
 
 
 def hidden_share(path: Path, capsys: pytest.CaptureFixture[str]) -> float:
-    """Of the attention over stored tokens, by what the command says."""
+    """The hidden share of the attention over stored tokens, as the command reports it."""
     capsys.readouterr()
     assert main(["timeline", str(path), "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["hidden"]
@@ -144,7 +144,7 @@ def test_report_of_the_run(trace: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_commands_say_that_nothing_is_hidden_without_overlap(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They said 25 to 86 % once, as what ran before the end of K and V counted as hidden."""
+    """The report had 25 to 86 % once, as what ran before the end of K and V counted as hidden."""
     record(tmp_path / "apart.json", "--no-overlap")
     assert hidden_share(tmp_path / "apart.json", capsys) == 0.0
     assert hidden_share(trace, capsys) > 0.0
