@@ -36,7 +36,7 @@ from typing import TypeVar
 from lamina.netstack.contract.channel_terms import NAME_BYTES, Geometry, Terms
 from lamina.netstack.contract.fabric import ChannelTimeout, HandshakeError
 
-VERSION = 4  # of all messages between peers, including cards of transports and their trials
+VERSION = 5  # of all messages between peers, including cards of transports and their trials
 MAGIC = b"LMNA"
 NONCE_BYTES = 32
 PROOF_BYTES = 32

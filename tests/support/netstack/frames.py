@@ -24,11 +24,11 @@ def crc32c(data: bytes, crc: int) -> int:
 
 
 def checksum(data: bytes) -> bytes:
-    """Four lanes of 8-byte words; the length goes into the first."""
+    """Four lanes of 16-byte words; the length goes into the first."""
     padded = data.ljust(-(-len(data) // BLOCK) * BLOCK, b"\0")
     lanes = []
     for lane in range(4):
-        words = b"".join(padded[i : i + 8] for i in range(8 * lane, len(padded), 32))
+        words = b"".join(padded[i : i + 16] for i in range(16 * lane, len(padded), 64))
         lanes.append(crc32c(words, 0xFFFFFFFF))
     lanes[0] ^= len(data) & 0xFFFFFFFF
     return struct.pack("<4I", *lanes)
