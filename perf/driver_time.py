@@ -1,8 +1,8 @@
 """The time that Lamina's driver takes of a round: Engine and Scheduler alone, over a wire whose rounds take no time.
 
-The planner's constants driver_round and driver_row are a line through these numbers. With --bound it also says, by
-the cost model, what share of a round the driver takes at DOP (8, 64) with batches of 4,096 sequences, and from which
-rows on it bounds the round. The driver works on a round while the one before runs. JSON lines; --write keeps them.
+The planner's constants driver_round and driver_row are a line through these numbers. With --bound the cost model says
+what share of a round the driver takes at DOP (8, 64) with batches of 4,096 sequences. It also says from which rows on
+the driver bounds the round. The driver works on a round while the one before runs. JSON lines; --write keeps them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def seconds_of_a_round(rows: int) -> float:
 
 
 def bound(seconds_by_rows: dict[int, float]) -> dict[str, Any]:
-    """LLaMA3-70B's modelled round of two batches on 8 H100 + 64 H20, beside the driver's time by its largest
+    """Return LLaMA3-70B's modelled round of two batches on 8 H100 + 64 H20, and the driver's time by its largest
     measurement.
     """
     costs, where = costs_of(paper_models()["llama3-70b"]), Deployment(H100, 8, H20, 64, 2)

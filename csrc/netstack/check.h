@@ -65,7 +65,7 @@ __attribute__((target("sse4.2"))) inline void blocks_sse42(Lanes& lanes, const s
 
 #define LAMINA_VECTORS __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
 
-// What each lane's 16 bytes leave behind words further on, with the next ones: `by` has x^(bits + 32) and x^(bits - 32)
+// The 16 bytes of each lane, moved to words further on and added to these. `by` has x^(bits + 32) and x^(bits - 32)
 // modulo the polynomial, reflected, for a distance of so many bits.
 LAMINA_VECTORS inline __m512i folded(__m512i words, __m512i by, __m512i next) {
   const __m512i low = _mm512_clmulepi64_epi128(words, by, 0x00), high = _mm512_clmulepi64_epi128(words, by, 0x11);
