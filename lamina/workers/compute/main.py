@@ -138,7 +138,7 @@ class ComputeServer(ModelServer):
         decode. Slices of hybrid models, and of several replicas, are recorded when they first run.
         """
         start, cut = self.start, self._cut
-        if not isinstance(self._program, GraphedProgram) or self._mixers() or self.replicas > 1:
+        if not isinstance(self._program, GraphedProgram) or self.mixers_of(cut) or self.replicas > 1:
             return
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.staging.device)
         outputs = [
