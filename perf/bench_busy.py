@@ -121,7 +121,7 @@ def _makers(path: Path, args: argparse.Namespace, threads: int) -> dict[str, Any
         "transformers static": lambda: Generate(model, prompts, total, "static"),
     }
     for name in PEERS if args.peers == "all" else filter(None, args.peers.split(",")):
-        makers[name] = partial(DecodePeer, str(args.peer_folder / name / "bin" / "python"), name, settings)
+        makers[name] = partial(DecodePeer, args.peer_folder, name, settings)
     return makers
 
 

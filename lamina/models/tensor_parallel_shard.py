@@ -55,7 +55,7 @@ class ShardedDim(NamedTuple):
         piece, each = width // self.pieces, width // self.pieces // part.size
         return [slice(i * piece + part.rank * each, i * piece + (part.rank + 1) * each) for i in range(self.pieces)]
 
-    def local_shape(self, part: WeightShard, shape: torch.Size) -> list[int]:
+    def local_shape(self, part: WeightShard, shape: Sequence[int]) -> list[int]:
         """Return the shape of the part of a weight of ``shape`` that belongs to ``part``."""
         sizes = list(shape)
         sizes[self.dim] = sum(span.stop - span.start for span in self.spans(part, sizes[self.dim]))
