@@ -80,7 +80,8 @@ class Setting:
 # Defaults of every run. Prompts longer than a chunk are computed in several steps, next to decoding sequences. With
 # more prompts than sequences, some join during the run.
 BASE_OPTIONS: dict[str, Any] = {
-    "transport": "loopback", "memory_workers": 1, "dtype": "float32", "prefill_chunk": 32, "max_num_seqs": 4
+    "transport": "loopback", "memory_workers": 1, "dtype": "float32", "prefill_chunk": 32, "max_num_seqs": 4,
+    "quantization_compute": "float",
 }  # fmt: skip
 BASE_STORE = KVOptions().kv_cache_dtype
 LENDING = "spill"
@@ -321,14 +322,21 @@ def _stored(name: str) -> tuple[Setting, Setting]:
     return full_settings, Setting("kv cache dtype", Exactness.BITWISE, full_settings, split)
 
 
-def _quantized(name: str) -> tuple[Setting, Setting, Setting]:
+def _quantized(name: str) -> list[Setting]:
     """Return settings for rounded weights: the reference has the same ones, which torch multiplies as floats. Workers
-    and partitions change no bit, and ranks have parts of the same rounded weights.
+    and partitions change no bit, and ranks have parts of the same rounded weights. Rows of int8 are within a bound.
     """
     whole = Setting("quantization", Exactness.TOKEN_EQUAL, None, {"quantization": name})
     split = {**whole.options, "memory_workers": 3, "partition": "token", "overlap": False}
     ranks = Setting("quantization", Exactness.TOKEN_EQUAL, None, {**whole.options, **_TWO})
-    return whole, Setting("quantization", Exactness.BITWISE, whole, split), ranks
+    rows = Setting("quantization", Exactness.BOUNDED, None, {**whole.options, "quantization_compute": "int8"})
+    return [
+        whole,
+        Setting("quantization", Exactness.BITWISE, whole, split),
+        ranks,
+        rows,
+        Setting("quantization", Exactness.BITWISE, rows, {**split, **rows.options}),
+    ]
 
 
 def _alike(like: Setting = EVICTING, **options: Any) -> Setting:

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
@@ -198,9 +199,7 @@ class Check:
 
     def _compared(self, config: EngineConfig, outputs: list[RequestOutput], start: float) -> Outcome:
         """Compare outputs with the reference."""
-        agreement, bound = self._reference.agreement(
-            config.model.dtype, config.kv.kv_cache_dtype, outputs, config.model.quantization
-        )
+        agreement, bound = self._reference.agreement(config.model, config.kv.kv_cache_dtype, outputs)
         return Outcome(
             completions=[o.outputs[0] for o in outputs],
             plans=[],
@@ -243,45 +242,42 @@ class ReferenceModel:
         self._full: dict[str, Any] = {}  # the model in fp32, by --quantization
         self._known: dict[str, tuple[Agreement, float]] = {}  # by completions: most runs give the same ones
 
-    def agreement(
-        self, dtype: str, kv_dtype: str, outputs: list[RequestOutput], quantization: str = ""
-    ) -> tuple[Agreement, float]:
-        """Return the agreement of ``outputs`` with the reference, and the bound of their error. In half precision, or
-        with K and V stored in 8 bits, the bound is DTYPE_FACTOR times the error of transformers itself on the same
-        tokens with the same rounding. ``quantization``: of the run's weights.
+    def agreement(self, run: ModelOptions, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+        """Return the agreement of ``outputs`` with the reference, and the bound of their error. In half precision, with
+        K and V stored in 8 bits, or with rows of int8, the bound is DTYPE_FACTOR times the error of transformers itself
+        on the same tokens with the same rounding.
         """
         completions = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
-        key = repr((dtype, kv_dtype, quantization, completions))
+        key = repr((run.dtype, kv_dtype, run.quantization, run.quantization_compute, completions))
         if key not in self._known:
-            self._known[key] = self._compare(dtype, kv_dtype, outputs, quantization)
+            self._known[key] = self._compare(run, kv_dtype, outputs)
         return self._known[key]
 
-    def _compare(
-        self, dtype: str, kv_dtype: str, outputs: list[RequestOutput], quantization: str
-    ) -> tuple[Agreement, float]:
-        full = dtype == BASE_OPTIONS["dtype"]
-        if full:
-            if quantization not in self._full:
-                self._full[quantization] = self._load(dtype, quantization)
-            if kv_dtype == BASE_STORE:
-                return compare(self._full[quantization], outputs), ERROR_ALLOWED
-        model = self._full[quantization] if full else self._load(dtype, quantization)
+    def _compare(self, run: ModelOptions, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+        floats = structs.replace(run, quantization_compute=BASE_OPTIONS["quantization_compute"])
+        if full := run.dtype == BASE_OPTIONS["dtype"]:
+            if run.quantization not in self._full:
+                self._full[run.quantization] = self._load(floats)
+            if kv_dtype == BASE_STORE and run == floats:
+                return compare(self._full[run.quantization], outputs), ERROR_ALLOWED
+        model = self._full[run.quantization] if full and run == floats else self._load(run)
         rounded = [_scores(model, o, QuantizedCache(kv_dtype)) for o in outputs]
-        model.float()
-        own_error = max(float((a - _scores(model, o)).abs().max()) for a, o in zip(rounded, outputs, strict=True))
-        return compare(model, outputs), max(ERROR_ALLOWED, DTYPE_FACTOR * own_error)
+        exact = self._full[run.quantization] if full else model.float()
+        own_error = max(float((a - _scores(exact, o)).abs().max()) for a, o in zip(rounded, outputs, strict=True))
+        return compare(exact, outputs), max(ERROR_ALLOWED, DTYPE_FACTOR * own_error)
 
-    def _load(self, dtype: str, quantization: str) -> Any:
-        """Load the model. Weights of few bits are multiplied as floats, by torch."""
+    def _load(self, run: ModelOptions) -> Any:
+        """Load the model as a run has it. Weights that the run rounds are multiplied by torch."""
         given = self._options
         model: Any = load(
             self._source,
-            dtype=dtype,
+            dtype=run.dtype,
             trust_remote_code=given.trust_remote_code,
             allow_unused_weights=given.allow_unused_weights,
             hf_overrides=given.hf_overrides,
-            quantization=quantization,
-            backend=gemm.get("torch", torch.get_num_threads()) if quantization in ONLINE else None,
+            quantization=run.quantization,
+            quantization_compute=run.quantization_compute,
+            backend=gemm.get("torch", torch.get_num_threads()) if run.quantization in ONLINE else None,
         ).model
         model.generation_config = GenerationConfig()  # plain greedy decoding without an end token
         return model
