@@ -243,9 +243,10 @@ class ReferenceModel:
         self._known: dict[str, tuple[Agreement, float]] = {}  # by completions: most runs give the same ones
 
     def agreement(self, run: ModelOptions, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
-        """Return the agreement of ``outputs`` with the reference, and the bound of their error. In half precision, with
-        K and V stored in 8 bits, or with rows of int8, the bound is DTYPE_FACTOR times the error of transformers itself
-        on the same tokens with the same rounding.
+        """Return the agreement of ``outputs`` with the reference, and the bound of their error.
+
+        The bound is larger for half precision, for K and V stored in 8 bits and for rows of int8. It is then
+        DTYPE_FACTOR times the error of transformers itself, on the same tokens with the same rounding.
         """
         completions = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
         key = repr((run.dtype, kv_dtype, run.quantization, run.quantization_compute, completions))
