@@ -37,14 +37,14 @@ REASONS = {
     "State other than K and V: recurrent, linear attention, convolution, a count of positions":
         r"outside of attention|is of type (linear|conv|hybrid|moe)|has no softmax attention.*\(\w*"
         r"(Mamba|Delta|Linear\w*Attention|Recurr|Conv|Rwkv|RWKV|Lightning|LSTM|Ssm|Mixer|Lru)\w*\)",
-    "Attention that is indexed, compressed, sparse by data, or decided by its own cache":
+    "Attention that is indexed, compressed or sparse by data, or has a cache of its own":
         "passes indices|is of type (indexed|compressed|heavily|minimax)|indexer|attends to|an index of its keys",
-    "Attention in the model's own code, which cannot be routed":
+    "Attention in the model's own code, which cannot move to memory workers":
         "attentions that can be routed|has no softmax attention|cannot be cut|cannot run a step|alters its mask",
     "Positions that do not begin at 0, or that the model counts": "number the tokens|counts positions",
     "A mask that is not causal": "is not causal|not causal with one window",
     "Not a decoder": "encoder-decoder|cross-attention|language-model head|no input_ids",
-    "An argument to attention that cannot be expressed": "to its attention|scales its scores",
+    "An argument to attention that memory workers do not know": "to its attention|scales its scores",
 }  # fmt: skip
 OTHER = "Others"
 
