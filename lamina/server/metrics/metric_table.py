@@ -68,16 +68,22 @@ def _gauge(unit: str, text: str, *labels: str) -> MetricSpec:
 METRICS: dict[str, MetricSpec] = {
     # Requests, measured by the server. A prompt with several completions counts once.
     "time_to_first_token_seconds": _histogram("seconds", "from a request's arrival to its first token", _FIRST),
-    "inter_token_latency_seconds": _histogram("seconds", "between two deltas of a completion", _BETWEEN),
-    "request_time_per_output_token_seconds": _histogram("seconds", "mean time between a request's tokens", _BETWEEN),
+    "inter_token_latency_seconds": _histogram(
+        "seconds", "between two outputs of a completion, each of one token or more", _BETWEEN
+    ),
+    "request_time_per_output_token_seconds": _histogram(
+        "seconds", "a request's mean time per token after the first", _BETWEEN
+    ),
     "e2e_request_latency_seconds": _histogram("seconds", "from a request's arrival to its last token", _REQUEST),
-    "request_queue_time_seconds": _histogram("seconds", "from a request's arrival to its prompt's first row", _REQUEST),
-    "request_prefill_time_seconds": _histogram("seconds", "from the first row to the first token", _REQUEST),
+    "request_queue_time_seconds": _histogram(
+        "seconds", "from a request's arrival to the start of its prefill", _REQUEST
+    ),
+    "request_prefill_time_seconds": _histogram("seconds", "from the start of prefill to the first token", _REQUEST),
     "request_decode_time_seconds": _histogram("seconds", "from the first token to the last", _REQUEST),
-    "request_inference_time_seconds": _histogram("seconds", "from the first row to the last token", _REQUEST),
+    "request_inference_time_seconds": _histogram("seconds", "from the start of prefill to the last token", _REQUEST),
     "request_prompt_tokens": _histogram("tokens", "length of a prompt", _TOKENS),
-    "request_generation_tokens": _histogram("tokens", "length of all completions of a prompt", _TOKENS),
-    "request_max_num_generation_tokens": _histogram("tokens", "length of the longest completion of a prompt", _TOKENS),
+    "request_generation_tokens": _histogram("tokens", "tokens of all completions of a prompt", _TOKENS),
+    "request_max_num_generation_tokens": _histogram("tokens", "tokens of the longest completion of a prompt", _TOKENS),
     "request_prefill_kv_computed_tokens": _histogram(
         "tokens", "prompt tokens whose KV was computed, not cached", _TOKENS
     ),
@@ -85,15 +91,15 @@ METRICS: dict[str, MetricSpec] = {
     "request_params_n": _histogram("", "n as requested", _COUNTS),
     "request_params_max_tokens": _histogram("tokens", "max_tokens as requested", _TOKENS),
     "iteration_tokens_total": _histogram(
-        "tokens", "generated tokens of a step, and the tokens of prompts that get their first token in it", _TOKENS
+        "tokens", "tokens of a step: generated ones, and all of prompts that get their first token in it", _TOKENS
     ),
     "prompt_tokens": _of_vllm("counter", "tokens", "prompt tokens"),
     "generation_tokens": _of_vllm("counter", "tokens", "generated tokens"),
     "prompt_tokens_cached": _of_vllm("counter", "tokens", "prompt tokens whose KV was cached"),
     "prompt_tokens_by_source": _of_vllm("counter", "tokens", "prompt tokens by the source of their KV", "source"),
-    "request_success": _of_vllm("counter", "requests", "prompts that have finished", "finished_reason"),
+    "request_success": _of_vllm("counter", "requests", "finished prompts", "finished_reason"),
     "admission_rejections": _of_vllm("counter", "requests", "requests that were refused because of load", "reason"),
-    "goodput_requests": _counter("requests", "prompts that have finished within --slo ttft= and --slo tbt="),
+    "goodput_requests": _counter("requests", "prompts that finished within --slo ttft= and --slo tbt="),
     "http_requests": _counter("requests", "HTTP requests", "handler", "method", "status"),
     "http_request_duration_seconds": MetricSpec(
         "histogram", "seconds", "duration of HTTP requests, streams included", ("handler", "method"), _FIRST
@@ -114,11 +120,11 @@ METRICS: dict[str, MetricSpec] = {
     "kv_blocks": _gauge("blocks", "KV blocks of a memory worker by layer group and state", "worker", "group", "state"),
     "kv_evictable_blocks": _gauge("blocks", "free KV blocks that hold KV of finished requests", "worker", "group"),
     "prefix_cache_queries": _of_vllm(
-        "counter", "tokens", "tokens of admitted completions: their KV is looked up in the KV pool"
+        "counter", "tokens", "tokens of admitted completions, looked up in the KV pool"
     ),
     "prefix_cache_hits": _of_vllm("counter", "tokens", "tokens whose KV was found in the KV pool"),
     "external_prefix_cache_queries": _of_vllm(
-        "counter", "tokens", "tokens whose KV was not in the KV pool, and is looked up in storage"
+        "counter", "tokens", "tokens not in the KV pool, looked up in storage"
     ),
     "external_prefix_cache_hits": _of_vllm("counter", "tokens", "tokens whose KV was loaded from storage"),
     # Offload and sessions.
@@ -132,15 +138,15 @@ METRICS: dict[str, MetricSpec] = {
         "", "loads and saves that a memory worker could not finish", "worker"),
     "kv_prefetched_pages": _counter(
         "pages", "pages that a memory worker read from its disk before a request needed them", "worker"),
-    "sessions": _gauge("", "sessions by the tier where their KV is", "tier"),
+    "sessions": _gauge("", "sessions by the tier that has their KV", "tier"),
     "session_resumed_turns": _counter(
         "", "second and later turns of sessions, by the tier where the KV was", "tier"),
     "session_wait_seconds": _counter(
-        "seconds", "wait of second and later turns until their first row was computed", "tier"
+        "seconds", "wait of second and later turns for the start of their prefill", "tier"
     ),
     # KV sparsity.
     "kv_sparse_blocks_in_use": _gauge(
-        "blocks", "KV blocks of running completions, by layers with full or sparse KV", "layers"),
+        "blocks", "KV blocks in use, by layers with full or sparse KV", "layers"),
     "kv_evicted_by_sparsity_blocks": _counter(
         "blocks", "KV blocks that completions have dropped in each sparse layer"),
     "kv_sparsity_measured_tokens": _gauge(
@@ -154,8 +160,8 @@ METRICS: dict[str, MetricSpec] = {
         "requests", "completions that were computed again with full KV"),
     # Prefill workers and --slo.
     "prefill_replicated_pages": _gauge(
-        "pages", "pages of prompts that a second or further prefill worker has, too"),
-    "prefill_load": _gauge("", "the wait of the longest queue of prompts, divided by --slo ttft="),
+        "pages", "copies of prompts' pages on prefill workers, beyond each page's first"),
+    "prefill_load": _gauge("", "wait in the longest prompt queue, divided by --slo ttft="),
     "decode_load": _gauge("", "the time of a decoding step, divided by --slo tbt="),
     "ttft_samples": _counter(
         "requests", "prompts counted in lamina:ttft_predicted_seconds_total and lamina:ttft_actual_seconds_total"
@@ -168,20 +174,20 @@ METRICS: dict[str, MetricSpec] = {
         "tokens", "tokens of prompts that were refused after they had been computed"),
     # KV on other workers and deployments.
     "spilled_blocks": _gauge(
-        "blocks", "KV blocks that lie on another memory worker than their sequence's home", "creditor"
+        "blocks", "KV blocks outside their sequence's home; creditor = the memory worker that has them", "creditor"
     ),
     "borrowed_bytes": _gauge("bytes", "memory that other deployments lend this one", "creditor"),
-    "borrow_refused": _counter("", "requests for a loan that creditors refused"),
+    "borrow_refused": _counter("", "loan requests that creditors refused"),
     "lent_blocks": _gauge("blocks of 1 MiB", "memory that this deployment has lent, to others or itself", "debtor"),
     "debt_cycles": _gauge("", "cycles of debts between deployments that the ledger knows"),
     "kv_migrated_bytes": _counter(
         "bytes", "KV that moved between memory workers while streams paused", "reason"),
     "kv_migrated_blocks": _counter(
-        "blocks", "KV blocks that moved home, or to another worker with their sequence, during decoding"),
+        "blocks", "KV blocks that moved during decoding, to their sequence's home or with their sequence"),
     # Workers, as they last reported.
     "worker_seconds": _counter(
         "seconds",
-        "a worker's time by activity; wait = it waits for messages of other workers",
+        "a worker's time by activity; wait = waiting for other workers' messages",
         "worker", "activity",
     ),
     "memory_worker_message_bytes": _counter(
