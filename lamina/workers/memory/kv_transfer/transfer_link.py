@@ -203,8 +203,8 @@ class TransferLink:
             except Exception as e:  # any error: else a consumer would wait for ever
                 if not isinstance(e, ChannelError | ProtocolError):
                     log.exception("a transfer with %s has failed", self.peer)
-                self.give_up(str(e))
-                transfers.fail_all(str(e))
+                self.give_up(reason := str(e) or type(e).__name__)
+                transfers.fail_all(reason)
             finally:
                 with self._changed:
                     self._num_threads -= 1

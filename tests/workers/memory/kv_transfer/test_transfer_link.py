@@ -187,6 +187,19 @@ def test_a_lie_ends_the_channel_and_names_the_peer_and_the_transfer(
     assert late.error is not None
 
 
+def test_an_error_without_words_ends_the_channel_too(pair: Ends) -> None:
+    def fails(data: memoryview, staging: Any) -> None:
+        raise MemoryError
+
+    ended = queue.SimpleQueue[Transfer]()
+    first = pair.link.expect(Transfer(5, [TransferPart(5000, fails)], on_end=ended.put))
+    pair.put(MessageType.PART, 0, 5, DATA[:5000])
+    assert ended.get(timeout=SOON_S) is first
+    late = pair.link.expect(Transfer(6, into(bytearray(5000)), on_end=ended.put))
+    assert ended.get(timeout=SOON_S) is late, "nobody waits for what cannot come"
+    assert str(late.error) == "MemoryError (transfer 6 of peer)"
+
+
 def test_a_silent_peer_is_waited_for_no_longer_than_a_limit(pair: Ends) -> None:
     transfer = pair.link.expect(Transfer(5, into(bytearray(10000)), SILENCE_S))
     pair.clock[0] += SILENCE_S - 1
