@@ -87,7 +87,8 @@ class ParityReplies:
         if not 0 <= ask.first_layer < ask.last_layer <= offer.fragments.num_layers:
             raise ProtocolError(f"layers {ask.first_layer} to {ask.last_layer} are requested")
         offer.loader.wait_for_reply(offer.load, ask.last_layer - 1, (offer.op, ask.page))
-        if offer.load.error is not None or ask.page >= offer.op.num_pages:
+        is_here = offer.load.error is None and offer.op.layers[ask.page] >= ask.last_layer
+        if not is_here or ask.page >= offer.op.num_pages:
             raise TransferRefusedError(f"it was not loaded here: {ask}")
         if (blocks := offer.op.blocks[ask.page]) is None:
             raise TransferRefusedError(f"its blocks were freed: {ask}")

@@ -19,7 +19,7 @@ from memory_peer import bind, shape
 from lamina import netstack
 from lamina.executor.kv_parity import parity_peers
 from lamina.kv.pages import PAGE, Page, PageFragment, Provenance
-from lamina.kv.storage import StorageBackend, StorageConfig, StorageError, open_storage
+from lamina.kv.storage import STORES_NOTHING, StorageBackend, StorageConfig, StorageError, open_storage
 from lamina.netstack import ListenTerms
 from lamina.protocol.control import Address
 from lamina.protocol.offload_messages import LoadReady, TransferDone
@@ -40,7 +40,6 @@ CPU, VIEW, WAIT_S, BLOCK = torch.device("cpu"), 3, 30.0, 32
 LAYERS = [shape(8, 4, 16, 8), shape(8, 4, 8, 24)]
 KEYS = [bytes([number]) * 32 for number in range(3)]
 COUNT = 2 * PAGE + 40  # tokens of the load: the last page and its last block are partial
-NOTHING_STORED = "zeros"
 
 
 class Held:
@@ -66,13 +65,16 @@ class Worker:
 
     def __init__(self, store: KvStore, links: PeerLinks, *, keeps: bool, ignores: bool = False) -> None:
         self.store, self.links = store, links
-        self.medium: Any = Held(open_storage(NOTHING_STORED if keeps else "host", StorageConfig(1 << 24)))
+        self.medium: Any = Held(open_storage(STORES_NOTHING if keeps else "host", StorageConfig(1 << 24)))
         self.lost, self.meter = list[str](), Counters()
         self.may_report = True
         parity = ParityPages(links, self.report_loss) if keeps else ParityReplies(links)
         self.said: SimpleQueue[TransferDone | LoadReady] = SimpleQueue()
         used = None if ignores else parity
-        self.transfers = PageTransfers(self.medium, store, self.said.put, self.meter, epoch=VIEW, parity=used)
+        saves = not keeps or ignores
+        self.transfers = PageTransfers(
+            self.medium, store, self.said.put, self.meter, epoch=VIEW, parity=used, keeps=saves
+        )
         self.step = 0
 
     def report_loss(self, error: str) -> bool:
@@ -317,6 +319,21 @@ def test_a_load_without_progress_is_no_parity(workers: list[Worker], monkeypatch
         worker.do(Free(1), New(2), load(2, 2))
         assert worker.report().num_pages == len(KEYS)
     assert workers[2].bits(2) == xor(workers[0].bits(2), workers[1].bits(2))
+
+
+def test_a_load_that_its_epoch_has_ended_is_no_parity(workers: list[Worker]) -> None:
+    """The blocks hold anything."""
+    for seed, worker in enumerate(workers[:-1]):
+        worker.keep_pages(seed)
+    workers[1].medium.may_read.clear()
+    for worker in workers[:-1]:
+        worker.do(New(1), load())
+    workers[1].transfers.loader.stop()
+    workers[1].medium.may_read.set()
+    workers[2].do(New(1), load())
+    failed = workers[2].report()
+    assert failed.num_pages == 0
+    assert "was not loaded here" in failed.error
 
 
 def test_the_parity_worker_saves_nothing_and_delays_no_save(workers: list[Worker]) -> None:
