@@ -18,11 +18,11 @@ from lamina.config.option import parse_seconds
 from lamina.kv.disk_store.store_directory import SECRET, StoreDirectory, begin_era, read_secret, store_era, store_secret
 from lamina.kv.page_keys import ERA_BYTES, SECRET_BYTES
 from lamina.kv.pages import PAGE
+from lamina.kv.storage import STORES_NOTHING
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.offload_messages import OffloadConfig, OffloadFacts, StoredPages
 
 log = logging.getLogger(__name__)
-STORES_NOTHING = "zeros"  # a storage backend
 
 
 class KvStorage:

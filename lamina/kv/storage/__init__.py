@@ -33,6 +33,7 @@ from lamina.netstack.contract.plugins import load_plugin, plugins
 # name -> module of this package with a function ``open_storage(config)``; imported when first used
 STORAGE_BACKENDS: dict[str, str] = {"host": "host", "file": "file", "layered": "layered", "zeros": "zeros"}
 
+STORES_NOTHING = "zeros"
 PLUGINS = "LAMINA_MEDIA"  # more entries, or replacements of these, with full names of modules
 
 Bytes = bytes | bytearray | memoryview

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from lamina.config.conflicts import conflict_text
 from lamina.env import lease_bytes, lease_meter
+from lamina.kv.storage import STORES_NOTHING
 from lamina.netstack import ListenTerms
 
 READ_COUNTER = struct.Struct("<d")  # bytes that attention has read
@@ -33,9 +34,11 @@ def check_allowed_for_guest(what: str, wanted: bool) -> None:
         raise ValueError(conflict_text("--lending borrow.max", what))
 
 
-def check_keeps_no_pages() -> None:
-    """Raise ValueError on a memory worker on loan, which is to store nothing outside of its pool."""
-    if lease_bytes():
+def check_keeps_no_pages(backend: str) -> None:
+    """Raise ValueError on a memory worker on loan, unless the storage backend stores nothing: any other one takes
+    memory or files of the host.
+    """
+    if lease_bytes() and backend != STORES_NOTHING:
         raise ValueError("a memory worker on loan is requested to store pages outside of the memory that was lent")
 
 

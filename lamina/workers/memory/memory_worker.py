@@ -378,8 +378,7 @@ class MemoryWorker:
 
     def _open_tier(self, offload: OffloadConfig, store: KvStore, epoch: int) -> None:
         """Open the storage backend of offloaded pages. Raises ValueError if it cannot be opened."""
-        if offload.keeps:
-            check_keeps_no_pages()
+        check_keeps_no_pages(offload.backend)
         room = page_capacity(offload, store.bind_request, store.bind_reply.kv_bytes) if offload.keeps else 0
         medium, gone = self._medium_of(offload)
         recipe = Provenance(PROMPT, offload.chunk_tokens, build_id(), offload.ranks)

@@ -57,11 +57,13 @@ def test_no_more_than_was_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.prepare(None)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("directory", ["", "folder"])
-def test_nothing_beside_the_pool(directory: str, tmp_path: Any) -> None:
-    place = str(tmp_path / directory) if directory else ""
-    medium = "file" if directory else "host"
-    tier = OffloadConfig(backend=medium, total_bytes=64 * MIB, workers=1, policy="lru", identity=b"m", directory=place)
+def test_nothing_beside_the_pool(directory: str, keeps: bool, tmp_path: Any) -> None:
+    """Also of a debtor that says that it keeps no pages, and names the host's memory or one of its directories."""
+    options: dict[str, Any] = {"total_bytes": 64 * MIB, "workers": 1, "policy": "lru", "identity": b"m", "keeps": keeps}
+    place = {"backend": "file", "directory": str(tmp_path / directory)} if directory else {"backend": "host"}
+    tier = OffloadConfig(**options, **place)
     with pytest.raises(ValueError, match="on loan is requested to store pages outside of the memory that was lent"):
         MemoryWorker().open_store(Connect(epoch=1, storage=tier), bind(MIB))
     assert not list(tmp_path.iterdir())

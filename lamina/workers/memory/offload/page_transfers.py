@@ -121,7 +121,10 @@ class PageTransfers:
         def read_page(op: LoadKv, page: int, layers: range, into: Mapping[PageFragment, memoryview]) -> None:
             of_page(op.keys[page], into)
 
-        reader = parity.read if isinstance(parity, ParityPages) else read_page
+        def read_none(op: LoadKv, page: int, layers: range, into: Mapping[PageFragment, memoryview]) -> None:
+            raise StorageError("a worker on loan keeps no pages")
+
+        reader = parity.read if isinstance(parity, ParityPages) else read_page if keeps else read_none
         self.loader = KvLoader(medium, store, self.fragments, meter, self._opened, self._loaded, trace, reader)
         self.saves: list[_PageTask] = []  # saves that are not collected
         self._ended: deque[_PageTask] = deque()  # saves that have ended, and are not collected

@@ -21,7 +21,15 @@ from memory_peer import bind, shape
 from msgspec import structs
 
 from lamina.kv.pages import PAGE, SCALE_BYTES, FragmentFormat, Page, PageFragment
-from lamina.kv.storage import Bytes, FragmentLostError, StorageBackend, StorageConfig, host, open_storage
+from lamina.kv.storage import (
+    STORES_NOTHING,
+    Bytes,
+    FragmentLostError,
+    StorageBackend,
+    StorageConfig,
+    host,
+    open_storage,
+)
 from lamina.protocol.blocks.block_tables import PlanError
 from lamina.protocol.kv_placement import KvLocation
 from lamina.protocol.offload_messages import LoadReady, TransferDone
@@ -676,6 +684,18 @@ def test_one_on_loan_saves_nothing_and_tells_which_pages_others_keep(partition: 
     assert said.get(timeout=WAIT_S) == TransferDone(epoch=3, transfer_id=0, num_pages=elsewhere)
     transfers.end()
     assert not kept.pages()
+
+
+def test_one_on_loan_loads_nothing() -> None:
+    """Its storage would give zeros for K and V."""
+    (store,), said = stores("head", (1.0,)), SimpleQueue[TransferDone]()
+    nothing = open_storage(STORES_NOTHING, StorageConfig(0))
+    transfers = PageTransfers(nothing, store, said.put, Counters(), epoch=3, keeps=False)  # type: ignore[arg-type]
+    transfers.begin_plan(plan(New(2), LoadKv(2, 1, 0, PAGE, KEYS[:1])))
+    done = said.get(timeout=WAIT_S)
+    transfers.end()
+    assert (done.num_pages, done.evicted) == (0, [])
+    assert "a worker on loan keeps no pages" in done.error
 
 
 def test_nothing_is_written_behind_the_end_of_a_view() -> None:
