@@ -1,4 +1,4 @@
-"""A request that makes engines fail is refused for good, over HTTP and in the journal; others go on as without it.
+"""A request that makes engines fail is refused for ten minutes, over HTTP and in the journal; others go on as without it.
 
 Covers: lamina/server/engine_client/open_prompts.py.
 """
@@ -78,8 +78,8 @@ def test_it_costs_two_engines_and_others_are_answered_as_without_it(
         assert (refused.status_code, refused.json()["error"]["message"]) == (500, GUILTY)
         assert [await stream for stream in streams] == wanted
         assert len(wired.engines) == 3
-        (said,) = lines(caplog, "is refused for good")
-        assert re.search(r"request cmpl-[0-9a-f]{12} is refused for good", said)
+        (said,) = lines(caplog, "is refused for 600 s")
+        assert re.search(r"request cmpl-[0-9a-f]{12} is refused for 600 s", said)
         assert (await http.get("/health")).json() == {"status": "ok"}
 
     serving(wired, work)

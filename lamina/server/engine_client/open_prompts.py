@@ -149,7 +149,8 @@ class OpenPrompts:
         while len(self._refused) > MOST_REFUSED:
             self._refused.popitem(last=False)
         for key in [key for key, prompt in self._open.items() if prompt.progress.digest == digest]:
-            log.error("request %s is refused for good: two engines have failed with it", self._open[key].name)
+            name = self._open[key].name
+            log.error("request %s is refused for %.0f s: two engines have failed with it", name, WINDOW_S)
             self._pass_on([failed(key, GUILTY)])
 
     def _is_refused(self, prompt: OpenPrompt) -> bool:

@@ -76,4 +76,4 @@ def test_one_that_makes_engines_fail_costs_two_and_others_are_answered_as_withou
     asyncio.run(run())
     assert alive(launched) == []
     assert ("was killed by SIGSEGV" in caplog.text) == (how == CRASH)
-    assert "request cmpl-0123 is refused for good" in caplog.text
+    assert "request cmpl-0123 is refused for 600 s" in caplog.text
