@@ -268,8 +268,9 @@ class KvLoader:
                 self._open_if_due(load)
 
     def _open_if_due(self, load: PageLoad) -> None:
-        for each in load.ops if load.is_due(time.perf_counter()) else ():
-            self._opened(each.op)
+        with self._changed:  # no other thread reports an end before this
+            for each in load.ops if load.error is None and load.is_due(time.perf_counter()) else ():
+                self._opened(each.op)
 
     def _parts(self, load: PageLoad) -> Iterator[TransferPart]:
         """Yield the parts that may be useful, the last page first, so that it is evicted first."""

@@ -888,6 +888,27 @@ def test_a_layer_that_does_not_come_is_given_up(
     assert rows_of(bench.store, 2) == before
 
 
+def test_a_load_that_is_given_up_while_rows_may_begin_is_ready_before_it_ends(
+    by_layer: tuple[Bench, LayerGate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler knows nothing of a load that has ended."""
+    bench, _ = by_layer
+    monkeypatch.setattr(loads_module, "LATE_LOAD_S", 0.0)
+    loads, others = bench.transfers.loader, list[threading.Thread]()
+
+    def start_while_another_gives_up(*of: float) -> bool:
+        (load,) = loads.needed_by(plan(ROW))
+        others.append(threading.Thread(target=loads.wait_for_reply, args=(load, 1)))
+        others[-1].start()
+        others[-1].join(0.2)
+        return True
+
+    monkeypatch.setattr(loads_module, "can_start", start_while_another_gives_up)
+    bench.do(New(2), early())
+    assert [type(bench.said.get(timeout=WAIT_S)) for _ in range(2)] == [LoadReady, TransferDone]
+    others[0].join(WAIT_S)
+
+
 def test_rows_wait_for_all_layers_of_a_load_together(by_layer: tuple[Bench, LayerGate]) -> None:
     """Time in which they go on does not count."""
     bench, gate = by_layer
