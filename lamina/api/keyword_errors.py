@@ -21,7 +21,8 @@ _KEYWORDS = {
     **{"--" + name.replace("_", "-"): name for name in PASTED},
 }
 _WORDS = {*SCHEMES, "cpu", MEASURED, *(word for option in OPTIONS.values() for word in option.choices.names if word)}
-_VALUE = rf"\d[\w.]*|(?:auto|cuda)(?::\w+)?|{'|'.join(map(re.escape, sorted(_WORDS)))}"
+_VALUE = rf"\d(?:[\w.]*\w)?|(?:auto|cuda)(?::\w+)?|{'|'.join(map(re.escape, sorted(_WORDS)))}"
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 _FLAG = re.compile(
     rf"(?P<flag>{'|'.join(map(re.escape, sorted(_KEYWORDS, key=len, reverse=True)))}|--no-[a-z-]+)"
     rf"(?:(?<==)|(?![\w-])[ =]?)(?:(?P<value>{_VALUE})(?![\w-]))?"
@@ -53,4 +54,4 @@ def _keyword(match: re.Match[str]) -> str:
         following = match.string[match.end() : match.end() + 1]
         has_value = flag.endswith("=") and following not in ("", *" :,;)")
         return name + "=" * has_value + " " * match[0].endswith(" ")
-    return f"{name}={value}" if value[0].isdigit() else f'{name}="{value}"'
+    return f"{name}={value}" if _NUMBER.fullmatch(value) else f'{name}="{value}"'

@@ -18,6 +18,7 @@ from lamina.config.flat_options import OPTIONS
         ("--kv-parity 1 does not go with --launcher ray:", 'kv_parity=1 does not go with launcher="ray":'),
         ("--kv-offload dir=/kv: chmod 700 /kv", "kv_store_dir=/kv: chmod 700 /kv"),
         ("--kv-offload ttl=7 is not a time", "kv_store_ttl=7 is not a time"),
+        ("give --kv-cache-memory-bytes 8GiB.", 'give kv_cache_memory_bytes="8GiB".'),
         ("--kv-sparsity evict:max-kl= needs --kv-sparsity evict", 'kv_error_budget needs kv_sparsity="evict"'),
         ("--pipeline auto:3, not --pipeline 2 or more", 'plan="auto:3", not pipeline=2 or more'),
         ("--pipeline-parallel-size is not supported", "pipeline_parallel_size is not supported"),
