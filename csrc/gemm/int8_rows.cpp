@@ -49,9 +49,9 @@ inline __m512i magnitudes(Vec x, __m512i most) {
 }
 inline std::uint32_t largest(__m512i most) { return _mm512_reduce_max_epu32(most); }
 inline void rounded(Vec x, Vec scale, Ints* sum, std::uint32_t* to) {
-  const __m512i q = _mm512_min_epi32(_mm512_cvtps_epi32(_mm512_div_ps(x.v, scale.v)), _mm512_set1_epi32(127));
-  sum->v = _mm512_add_epi32(sum->v, q);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(q));
+  const __m128i q = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_div_ps(x.v, scale.v)));
+  sum->v = _mm512_add_epi32(sum->v, _mm512_cvtepi8_epi32(q));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), q);
 }
 inline std::int32_t total(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 
@@ -108,10 +108,11 @@ inline std::uint32_t largest(__m256i most) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 inline void rounded(Vec x, Vec scale, Ints* sum, std::uint32_t* to) {
-  const __m256i q = _mm256_min_epi32(_mm256_cvtps_epi32(_mm256_div_ps(x.v, scale.v)), _mm256_set1_epi32(127));
-  sum->low = _mm256_add_epi32(sum->low, q);
-  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(words, words));
+  const __m256i all = _mm256_cvtps_epi32(_mm256_div_ps(x.v, scale.v));
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  const __m128i q = _mm_packs_epi16(words, words);
+  sum->low = _mm256_add_epi32(sum->low, _mm256_cvtepi8_epi32(q));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), q);
 }
 inline std::int32_t total(Ints a) {
   std::int32_t lanes[kLanes], sum = 0;

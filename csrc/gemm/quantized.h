@@ -10,7 +10,7 @@
 //
 // Form::int8_x: each row of x becomes scale_x * q_x first, and all products and sums of q and q_x are exact int32.
 // - scale_x = (largest magnitude of the row) / 127.5, rounded to fp32, as compressed-tensors has it.
-// - q_x = x / scale_x, rounded to fp32, then to the nearest integer, to even, then to at most 127. It is 0 if scale_x is.
+// - q_x = x / scale_x, rounded to fp32, then to the nearest integer, to even, then to -128 .. 127. It is 0 if scale_x is.
 // - y = fma(scale, sum, y), then y = fma(offset, sum of q_x, y), for one block after the other. Both sums are rounded to
 //   fp32. By channel all of k is one block.
 // - y = y * scale_x, rounded once. A row with an infinity or NaN gives NaN.

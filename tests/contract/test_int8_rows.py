@@ -30,7 +30,7 @@ def scales_and_codes(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     rows = x.double().numpy()
     scales = fp32(np.abs(rows).max(1) / 127.5)
     codes = np.rint(fp32(rows / np.where(scales == 0, 1, scales)[:, None]))  # to even
-    return scales, np.minimum(codes, 127)
+    return scales, np.clip(codes, -128, 127)
 
 
 def defined(x: Tensor, w: QuantizedWeight, b: Tensor | None) -> Tensor:
@@ -128,7 +128,7 @@ def test_rows_with_an_infinity_or_no_number_are_no_numbers_and_others_stay(name:
 
 def test_a_rows_scale_may_be_no_normal_number() -> None:
     least = torch.finfo(torch.float32).smallest_normal
-    x = torch.tensor([[least, -least / 2] * 16, [2.0**-149] * 32])
+    x = torch.tensor([[least, -least / 2] * 16, [2.0**-149] * 32, [-191 * 2.0**-149, 2.0**-149] * 16])  # -191 scales
     w = QuantizedWeight(torch.ones(5, 32, dtype=torch.int8), torch.ones(5, 1), int8_inputs=True)
     due = defined(x, w, None)
     assert due[0].ne(0).all()

@@ -139,7 +139,7 @@ def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     scales = x.abs().amax(-1, keepdim=True) / 127.5
     scales = torch.where(scales.isfinite(), scales, torch.nan)
-    q = (x / torch.where(scales == 0, 1, scales)).round_().clamp_(max=127).nan_to_num_(0)
+    q = (x / torch.where(scales == 0, 1, scales)).round_().clamp_(-128, 127).nan_to_num_(0)
     return q.to(torch.int8), scales
 
 
