@@ -336,6 +336,9 @@ def test_operands_that_do_not_fit(entry: str) -> None:
         run(backend, layer, Segments.of([whole(4)]), states)
     with pytest.raises(ValueError, match=r"states \[3, \d+\] are needed, and there are \[2, \d+\]"):
         run(backend, layer, Segments.of([Segment(0, 3, 3, ZEROS, 2)]), states)
+    for other in (states.double(), torch.cat([states, states], 1)[:, ::2]):
+        with pytest.raises(ValueError, match="states are fp32 without gaps"):
+            run(backend, layer, one, other)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -86,7 +86,7 @@ def check_operands(
     segments: Segments,
     states: Tensor,
 ) -> int:
-    """Return the number of rows. Raises ValueError, with the operand's name, for shapes that do not fit."""
+    """Return the number of rows. Raises ValueError, with the operand's name, for operands that do not fit."""
     shapes = {name: tuple(t.shape) for name, t in static.items()}
     if shapes != spec.static_shapes:
         raise ValueError(f"operands of a recurrence have shapes {shapes}, not {spec.static_shapes}")
@@ -100,4 +100,6 @@ def check_operands(
         raise ValueError(
             f"states [{segments.slots_end}, {spec.state_size}] are needed, and there are {list(states.shape)}"
         )
+    if states.itemsize != 4 or not states.is_floating_point() or states.stride(1) != 1:
+        raise ValueError(f"states are fp32 without gaps, not {states.dtype} with strides {states.stride()}")
     return rows

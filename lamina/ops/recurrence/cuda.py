@@ -100,7 +100,7 @@ class CudaRecurrence(RecurrenceBackend):
             )
         own, (x, *others) = self._layer(spec, static), (t.float().contiguous() for t in inputs.values())
         gate, beta = [*others, None, None][:2]
-        out = torch.zeros(rows, spec.output_columns, device=states.device)
+        out = torch.zeros(rows, spec.output_columns, dtype=torch.float32, device=states.device)
         parts = -(-spec.heads // LANES) if spec.kind == "convolution" else spec.heads * -(-spec.value_dim // LANES)
         named = (own.get(name) for name in ("weight", "bias", "A", "D", "dt_bias"))
         tensors = [_address(t) for t in (x, gate, beta, *named)]

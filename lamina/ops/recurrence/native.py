@@ -63,8 +63,6 @@ class NativeRecurrence(RecurrenceBackend):
         operands = self._operands.get(id(static))
         if operands is None or (operands.spec is not spec and operands.spec != spec):
             operands = self._keep(spec, static)
-        if states.dtype != torch.float32 or states.stride(1) != 1:
-            raise ValueError(f"states are fp32 without gaps, not {states.dtype} with strides {states.stride()}")
         x, *others = (_in_rows(t) for t in inputs.values())
         out = torch.empty(rows, spec.output_columns, dtype=x.dtype)
         addresses = [number for t in (x, *others) for number in (t.data_ptr(), TYPES[t.dtype], t.stride(0))]

@@ -99,6 +99,27 @@ def test_chunks_and_other_sequences_change_no_bit(name: str) -> None:
         assert torch.equal(heads(spec, found), heads(spec, at_once[0]))
 
 
+@needs_gxx
+def test_outputs_do_not_depend_on_the_default_dtype() -> None:
+    layer, segments = make_layer(SPECS["lfm2"], ROWS), Segments.of([whole(ROWS)])
+    due = emulated().update(layer.spec, layer.static, layer.inputs, segments, new_states(layer.spec, 1))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        states = torch.zeros(1, layer.spec.state_size, dtype=torch.float32)
+        out = emulated().update(layer.spec, layer.static, layer.inputs, segments, states)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(out, due)
+
+
+@needs_gxx
+def test_states_of_other_dtypes_are_refused() -> None:
+    layer, states = make_layer(SPECS["lfm2"], ROWS), new_states(SPECS["lfm2"], 1).double()
+    with pytest.raises(ValueError, match="states are fp32 without gaps, not torch.float64"):
+        emulated().update(layer.spec, layer.static, layer.inputs, Segments.of([whole(ROWS)]), states)
+
+
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="recurrence backend 'cuda' computes on NVIDIA GPUs, not on cpu"):
         open_backend(torch.device("cpu"))
