@@ -34,7 +34,7 @@ TIE = 1e-4  # difference of the two best logits below which either token is righ
 VERDICTS = SAME, REFUSED, WRONG, NOT_BUILT, NOT_RUN = "same", "refused", "wrong", "not built", "not run"
 # Kinds of reasons, by the texts of refusals; the first that fits.
 REASONS = {
-    "State other than K and V: recurrent, linear attention, convolution, a count of positions":
+    "State that Lamina cannot keep: some recurrence, linear attention and convolution, or a count of positions":
         r"outside of attention|is of type (linear|conv|hybrid|moe)|has no softmax attention.*\(\w*"
         r"(Mamba|Delta|Linear\w*Attention|Recurr|Conv|Rwkv|RWKV|Lightning|LSTM|Ssm|Mixer|Lru)\w*\)",
     "Attention that is indexed, compressed or sparse by data, or has a cache of its own":

@@ -91,7 +91,7 @@ METRICS: dict[str, MetricSpec] = {
     "request_params_n": _histogram("", "n as requested", _COUNTS),
     "request_params_max_tokens": _histogram("tokens", "max_tokens as requested", _TOKENS),
     "iteration_tokens_total": _histogram(
-        "tokens", "tokens of a step: generated ones, and all of prompts that get their first token in it", _TOKENS
+        "tokens", "tokens that a step generates, plus all tokens of prompts whose first token it generates", _TOKENS
     ),
     "prompt_tokens": _of_vllm("counter", "tokens", "prompt tokens"),
     "generation_tokens": _of_vllm("counter", "tokens", "generated tokens"),
