@@ -85,10 +85,11 @@ def round_of(steps: list[ScheduledStep], batches: Several[ReadingBatch], *, foll
 
 def commit(plan: StepPlan, picked: Mapping[Sequence, int]) -> ScheduledStep:
     """Returns the step of ``plan``, and counts its rows as computed in each sequence."""
-    step = ScheduledStep(plan, list(picked), [])
+    # All before any: a sequence that is decoded again for reference has the placeholders of the one that it follows.
+    draws = [s for s, count in picked.items() if s.num_computed_tokens + count == s.num_tokens_with_placeholders]
+    step = ScheduledStep(plan, list(picked), draws)
     for sequence, count in picked.items():
         sequence.num_computed_tokens += count
-        if sequence.num_computed_tokens == len(sequence.tokens) + sequence.num_output_placeholders:
-            sequence.num_output_placeholders += 1
-            step.sampled_sequences.append(sequence)
+    for sequence in draws:
+        sequence.num_output_placeholders += 1
     return step

@@ -264,7 +264,10 @@ def test_the_plan_names_the_device_that_workers_would_use(
             "--kv-cache-memory-bytes 90GiB exceeds the 96 GB",
         ),
         ([], "--kv-cache-memory-bytes auto is for one host: say what a worker takes on 10.20.0.2, such as 4GiB"),
-        (["--transport", "loopback"], "--transport loopback does not go with --launcher ray: it connects threads"),
+        (
+            ["--transport", "loopback"],
+            "--transport loopback does not go with --launcher ray, because it connects threads",
+        ),
         (["--memory-addresses", "10.0.0.1:1,10.0.0.2:1"], "--launcher ray does not go with --memory-addresses"),
     ],
 )
