@@ -114,6 +114,16 @@ def test_the_largest_codes_and_sums_are_exact(name: str, dtype: torch.dtype) -> 
     assert torch.equal(y, torch.tensor([[-127.0 * 256], [128.0 * 256]]).expand(2, 3).to(dtype))
 
 
+@pytest.mark.parametrize("name", [e for e in ENTRIES if e.startswith("native")])
+def test_more_products_than_an_int32_holds_are_refused(name: str) -> None:
+    x, w = torch.full((1, 1 << 17), -255.0), torch.full((1, 1 << 17), -128, dtype=torch.int8)
+    most = QuantizedWeight(w[:, 1:].contiguous(), torch.ones(1, 1), int8_inputs=True)
+    y = Layer(open_entry(name), most).linear(x[:, 1:])
+    assert y.item() == float(fp32(np.array(128.0 * 128 * 131071))) * 2
+    with pytest.raises(ValueError, match="rows of int8 have up to 131071 inputs by channel, not 131072"):
+        QuantizedWeight(w, torch.ones(1, 1), int8_inputs=True)
+
+
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_with_an_infinity_or_no_number_are_no_numbers_and_others_stay(name: str, dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ INT4 = tuple(float(q) for q in range(-8, 8))
 UINT4 = tuple(float(q) for q in range(16))
 GROUPS = {4: (32, 64, 128), 8: (16, 32, 128)}  # numbers of k with one scale, by bits
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_INT8 = 2**17 - 1  # products of two int8 of which int32 holds the sum, whatever they are
 
 
 def takes_int8(bits: int, values: tuple[float, ...]) -> bool:
@@ -53,6 +54,8 @@ class QuantizedWeight:
             raise ValueError(f"a code of 4 bits stands for one of 16 numbers that bf16 can hold, not {self.values}")
         if self.int8_inputs and not takes_int8(self.bits, self.values):
             raise ValueError(f"codes of floats are not multiplied by rows of int8: {self.values}")
+        if self.int8_inputs and self.by_channel and self.codes.shape[1] > MOST_INT8:
+            raise ValueError(f"rows of int8 have up to {MOST_INT8} inputs by channel, not {self.codes.shape[1]}")
 
     @cached_property
     def bits(self) -> int:
