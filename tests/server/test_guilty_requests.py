@@ -1,4 +1,4 @@
-"""A request that makes engines fail is refused for ten minutes, over HTTP and in the journal; others go on as without it.
+"""A request that makes engines fail is refused for ten minutes, over HTTP and in the journal; others go on as before.
 
 Covers: lamina/server/engine_client/open_prompts.py.
 """
