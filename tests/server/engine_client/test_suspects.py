@@ -1,4 +1,4 @@
-"""The request that makes engines fail is found, is refused for ten minutes, and costs two engines; no other is refused."""
+"""The request that makes engines fail is found, is refused for ten minutes, and costs two engines; others go on."""
 
 from __future__ import annotations
 
