@@ -88,5 +88,5 @@ def test_dynamic_frequencies_are_those_of_the_length_that_is_asked_for(tmp_path:
 def test_yarn_extends_the_configuration(tmp_path: Path) -> None:
     model = llama(tmp_path, YARN)
     assert served(tmp_path, [SHORT, LONG], 256) == [greedy(model, SHORT), greedy(model, LONG)]
-    with pytest.raises(ValueError, match=r"--max-model-len 257 exceeds the model's own limit of 256 tokens; a rope"):
+    with pytest.raises(ValueError, match=r"max_model_len=257 exceeds the model's own limit of 256 tokens; a rope"):
         served(tmp_path, [SHORT], 257)
