@@ -86,6 +86,6 @@ def test_completions_and_later_prompts_continue_from_states_that_came_with_grant
 def test_preempted_requests_are_computed_again() -> None:
     model, texts = build_hybrid("lfm2"), prompts(5, 23, 40, 1, 60)
     options: dict[str, Any] = {"transport": "loopback", "prefill_workers": 1, "memory_workers": 2, "block_size": 16}
-    with LLM(model, dtype="float32", max_model_len=96, kv_memory="32KiB", **options) as llm:
+    with LLM(model, dtype="float32", max_model_len=96, kv_memory="64KiB", **options) as llm:
         assert serve(llm, texts) == [greedy(model, text, COUNT) for text in texts]
         assert llm.engine.scheduler.num_preemptions > 0

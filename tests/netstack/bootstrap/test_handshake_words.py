@@ -50,7 +50,7 @@ def hello_of(terms: Hello) -> bytes:
     out, into = terms.outbound, terms.inbound
     return b"".join(
         (
-            b"LMNA", (4).to_bytes(2, "big"), terms.epoch.to_bytes(2, "big"), terms.cipher.encode().ljust(16, b"\0"),
+            b"LMNA", (5).to_bytes(2, "big"), terms.epoch.to_bytes(2, "big"), terms.cipher.encode().ljust(16, b"\0"),
             terms.scheme.encode().ljust(8, b"\0"), bytes([terms.kernels]),
             out.slots.to_bytes(4, "big"), out.slot_bytes.to_bytes(8, "big"),
             into.slots.to_bytes(4, "big"), into.slot_bytes.to_bytes(8, "big"),
@@ -60,7 +60,7 @@ def hello_of(terms: Hello) -> bytes:
 
 
 HELLO_BYTES = hello_of(TERMS)
-CHALLENGE_BYTES = b"LMNA" + (4).to_bytes(2, "big") + NONCE
+CHALLENGE_BYTES = b"LMNA" + (5).to_bytes(2, "big") + NONCE
 TRANSCRIPT = HELLO_BYTES + CHALLENGE_BYTES
 
 
@@ -176,7 +176,7 @@ def test_a_connector_says_each_refusal_in_its_words(reason: str) -> None:
 
 @pytest.mark.parametrize("side", ["connector", "listener"])
 def test_another_protocol_and_another_version_are_named(side: str) -> None:
-    spoken = "the peer speaks version 9 of the protocol, we speak version 4"
+    spoken = "the peer speaks version 9 of the protocol, we speak version 5"
     foreign = "the peer does not speak Lamina's protocol (it began with b'HTTP')"
     for prefix, words in ((PREFIX.pack(MAGIC, 9), spoken), (PREFIX.pack(b"HTTP", VERSION), foreign)):
         steps = offer(KEY, TERMS) if side == "connector" else answer(KEY, "shm")
