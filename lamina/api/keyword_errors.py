@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lamina.config.flag_groups import GROUPS, flag_name
+from lamina.config.flag_groups import GROUPS, ModeFlag, flag_name
 from lamina.config.flat_options import OPTIONS
 from lamina.config.option import MEASURED
 from lamina.netstack.schemes import SCHEMES
@@ -14,10 +14,17 @@ from lamina.netstack.schemes import SCHEMES
 from .vllm_compat import PASTED
 
 _OF_KEYS = {group.spelling(target): target.partition(".")[0] for group in GROUPS for target in group.keys.values()}
+_OF_MODES = {
+    f"{group.flag} {mode}:{key}=": group.keys[key].partition(".")[0]
+    for group in GROUPS
+    if isinstance(group, ModeFlag)
+    for mode, keys in group.modes.items()
+    for key in keys
+}
 # Flag, or flag and key -> keyword. The first option of a flag has its number; `auto` of --pipeline is `plan`.
 _KEYWORDS = {
     **{flag_name(name): name for name in reversed(OPTIONS)},
-    **{flag: name for flag, name in _OF_KEYS.items() if name in OPTIONS},
+    **{flag: name for flag, name in (_OF_KEYS | _OF_MODES).items() if name in OPTIONS},
     **{"--" + name.replace("_", "-"): name for name in PASTED},
 }
 _WORDS = {*SCHEMES, "cpu", MEASURED, *(word for option in OPTIONS.values() for word in option.choices.names if word)}

@@ -87,7 +87,10 @@ BY_NAME = {row.name: row for row in ROWS}
 # Options that are in no row -> why.
 ELSEWHERE = {
     **dict.fromkeys(
-        ("dtype", "max_model_len", "trust_remote_code", "allow_unused_weights", "hf_overrides", "quantization"),
+        (
+            "dtype", "max_model_len", "trust_remote_code", "allow_unused_weights", "hf_overrides", "quantization",
+            "quantization_compute",
+        ),
         "of the model",
     ),
     **dict.fromkeys(

@@ -234,9 +234,9 @@ def test_one_that_was_preempted_loses_the_same_blocks_again_and_goes_on_with_the
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_sparsity": "select", "kv_full_layers": 99}, "--kv-sparsity select:full-layers=99 leaves none of"),
-        ({"kv_full_layers": 99}, "--kv-sparsity evict:full-layers=99 leaves none of"),
-        ({"kv_budget": 32}, "--kv-sparsity evict:budget=32 has no room"),
+        ({"kv_sparsity": "select", "kv_full_layers": 99}, "kv_full_layers=99 leaves none of"),
+        ({"kv_full_layers": 99}, "kv_full_layers=99 leaves none of"),
+        ({"kv_budget": 32}, "kv_budget=32 has no room"),
     ],
     ids=str,
 )

@@ -12,11 +12,12 @@ import pytest
 from compiled import made_by
 
 from lamina.netstack.cuda.driver import FLAGS, NVRTC_SIGNATURES, THREADS, compiled, load, nvrtc_names
-from lamina.netstack.cuda.kernel_launches import COPY_BLOCKS, KERNELS_OF_CALLS
+from lamina.netstack.cuda.kernel_launches import COPY_BLOCKS, KERNELS_AT_ONCE
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 SOURCE = CSRC / "netstack" / "kernels" / "kernels.cu"
 ARCHITECTURES = (80, 90, 100)
+BEGUN = ("send", "receive", "send_all", "receive_all")  # calls of three launches where a message is long
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc: install the CUDA toolkit")
 
@@ -42,27 +43,31 @@ def test_kernels_assemble_and_order_memory(architecture: int) -> None:
     code, ptx = nvcc(architecture)
     assert code.stat().st_size > 0
     bodies = kernels(ptx)
-    names = {*KERNELS_OF_CALLS, "reserve", "put", "take", "release", "rounds"}
+    names = {*KERNELS_AT_ONCE, "reserve", "put", "take", "release", "rounds"}
     memory, mlx5 = ({f"lamina_{link}_{name}" for name in names} for link in ("memory", "mlx5"))
     assert set(bodies) == {"lamina_mlx5_flush", "lamina_stamp"} | memory | mlx5
-    copies, begins = {"send_fill", "receive_drain"}, {"reserve", "take", "send_begin", "receive_begin", "due_begin"}
+    copies = {"send_fill", "receive_drain", "send_all_fill", "receive_all_drain"}
+    begins = {"reserve", "take", "due_begin", *(f"{call}_begin" for call in BEGUN)}
     for name in (f"lamina_memory_{name}" for name in names - copies - begins):
         for scope in ("sys", "gpu"):  # by where the peer's kernels are
             assert f"st.release.{scope}.global.u64" in bodies[name], "behind all stores and loads of the block"
     for body in bodies.values():
         assert "trap" not in body
         assert "ld.global.nc" not in body, "the read-only cache does not see a NIC's writes"
-    for name in (f"lamina_memory_{name}" for name in names - copies - {"put", "release", "send_end", "receive_end"}):
+    for name in (
+        f"lamina_memory_{name}" for name in names - copies - {"put", "release", *(f"{call}_end" for call in BEGUN)}
+    ):
         assert "ld.acquire.sys.global.u64" in bodies[name], "signals and credit"
-    for body in (bodies[f"lamina_mlx5_{name}"] for name in copies):
+    for name in copies:
+        body = bodies[f"lamina_mlx5_{name}"]
         assert not re.search(r"acquire|nanosleep|st\.(?:mmio|release)", body), "nothing waits"
-        assert "%nctaid.x" in body, "each block has a part"
+        assert ("%ctaid.x" if "_all_" in name else "%nctaid.x") in body, "each block has a part"
     for name in (f"lamina_mlx5_{name}" for name in names - copies):
         body = bodies[name]
         assert "ld.acquire.sys.global.u64" in body, "signals and completions"
         assert "nanosleep.u32" in body
         assert "globaltimer" in body
-        posts = not name.endswith(("take", "receive_begin", "due_begin"))
+        posts = not name.endswith(("take", "receive_begin", "receive_all_begin", "due_begin"))
         assert ("st.mmio.relaxed.sys.global.u64" in body) == posts
         fence = r"(?:membar|fence\.(?:sc|acq_rel))\.(gl|gpu|sys)\b"
         for doorbell in re.finditer(r"st\.mmio\.relaxed\.sys\.global\.u64", body):
