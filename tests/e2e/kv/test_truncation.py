@@ -241,7 +241,7 @@ def test_a_long_prompt_without_a_session_is_computed_from_what_is_left(llama_pat
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"keep_first": 100}, "--context-overflow truncate:keep-first=100"),
+        ({"keep_first": 100}, "keep_first=100 is not whole pages"),
         ({"keep_first": 384}, "no room after keep-first=384"),
     ],
     ids=str,
