@@ -147,15 +147,15 @@ def test_a_prefill_worker_computes_prompts_for_all_ranks(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel_size": 2, "memory_workers": 3}, r"use --memory-workers 2 or 4, not 3"),
-        ({"tensor_parallel_size": 0}, r"--tensor-parallel-size must be at least 1, not 0"),
+        ({"tensor_parallel_size": 2, "memory_workers": 3}, r"use memory_workers=2 or 4, not 3"),
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size must be at least 1, not 0"),
         (
             {"tensor_parallel_size": 2, "prefill_workers": 1, "deterministic": True},
-            r"--tensor-parallel-size 2 or more with --prefill-workers does not go with --deterministic",
+            r"tensor_parallel_size=2 or more with prefill_workers does not go with deterministic",
         ),
         ({"tensor_parallel_size": 2, "memory_weights": "2,1"}, r"every rank must have the same weights"),
-        ({"collective": "ring"}, r"--collective must be one of auto, mesh, nccl, not 'ring'"),
-        ({"tensor_parallel_size": 2, "collective": "nccl"}, r"--collective nccl needs --compute-device cuda"),
+        ({"collective": "ring"}, r"collective must be one of auto, mesh, nccl, not 'ring'"),
+        ({"tensor_parallel_size": 2, "collective": "nccl"}, r'collective="nccl" needs compute_device="cuda"'),
         ({"tensor_parallel_size": 3, "memory_workers": 3}, r"3 does not divide the 4 KV heads .*: use 1 or 2 or 4"),
     ],
 )

@@ -197,10 +197,10 @@ def test_a_dropped_block_is_neither_written_nor_dropped_again() -> None:
         ),
         ({"kv_sparsity": "select", "kv_budget": 64}, "--kv-sparsity select:budget=64 has no room"),
         ({"kv_sparsity": "some"}, "kv.sparsity"),
-        ({"kv_observation_window": 8}, "--kv-sparsity evict:window= needs --kv-sparsity evict: "),
+        ({"kv_observation_window": 8}, "--kv-sparsity evict:window= needs --kv-sparsity evict, because "),
         (
             {"kv_sparsity": "select", "kv_observation_window": 8},
-            "--kv-sparsity evict:window= needs --kv-sparsity evict: only evict chooses blocks",
+            "--kv-sparsity evict:window= needs --kv-sparsity evict, because only evict chooses blocks",
         ),
         ({"kv_error_budget": "default"}, "--kv-sparsity evict:max-kl= needs --kv-sparsity evict or "),
         ({"kv_sparsity": "evict", "kv_error_budget": "top1"}, "'top1' is none of top1=, kl= and shadow="),
