@@ -228,7 +228,9 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
     if not args.temperature:
         del makers["lamina greedy"]  # all are
     config = model.config
-    attention_layers = sum("attention" in kind and "linear" not in kind for kind in getattr(config, "layer_types", None) or ())
+    attention_layers = sum(
+        "attention" in kind and "linear" not in kind for kind in getattr(config, "layer_types", None) or ()
+    )
     attention_layers = attention_layers or config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_bytes = 2 * attention_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
