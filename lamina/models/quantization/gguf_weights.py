@@ -28,7 +28,7 @@ from .grouped_codes import GroupedCodes, joined
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MOST_ITEMS = 10_000  # of an array that has a value for each layer; larger ones are vocabularies
 _TOKENS = "tokenizer.ggml.tokens"
-_LOCK = threading.Lock()
+_LOCK = threading.Lock()  # held by each reader of gguf.GGUFReader, which _settings replaces for a time
 _CHECKED = 1 << 20  # numbers at once
 _SIZES_OF_EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -147,7 +147,9 @@ def _reader_class() -> Any:
     arrays each. It takes slices of a plain array, not of a memmap.
     """
     import numpy as np
-    from gguf import GGUFReader, GGUFValueType
+
+    with _LOCK:
+        from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):  # type: ignore[misc]
         data: Any
@@ -181,15 +183,16 @@ def _settings(path: Path, stamp: Stamp) -> dict[str, Any]:
     import gguf
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    own = gguf.GGUFReader
-    try:
-        with _LOCK:  # transformers imports the class when it is called, and would read all of the header again
-            gguf.GGUFReader = lambda _: reader
+    with _LOCK:  # transformers imports the class when it is called, and would read all of the header again
+        own = gguf.GGUFReader
+        gguf.GGUFReader = lambda of, *args: reader if of == str(path) else own(of, *args)  # other threads read others
+        try:
             settings: dict[str, Any] = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
-    except Exception as error:  # any class: the file is not trusted
-        raise UnsupportedModelError(f"{path} is of a kind that transformers cannot read: {one_line(error)}") from error
-    finally:
-        gguf.GGUFReader = own
+        except Exception as error:  # any class: the file is not trusted
+            reason = one_line(error)
+            raise UnsupportedModelError(f"{path} is of a kind that transformers cannot read: {reason}") from error
+        finally:
+            gguf.GGUFReader = own
     tokens = reader.fields.get(_TOKENS)
     if tokens is not None and not tokens.data:  # which the reader passed over, and transformers counted
         settings["vocab_size"] = settings.get("vocab_size") or int(tokens.parts[-1][0])

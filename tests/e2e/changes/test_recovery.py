@@ -202,13 +202,13 @@ def test_kv_that_is_built_again_in_half_precision_errs_no_more_than_its_rounding
                     kill(llm, left.pop(0))
         assert not left
     exact = ReferenceModel(str(tiny_lm), ModelOptions())
-    found, bound = exact.agreement("bfloat16", "auto", list(outputs.values()))
+    found, bound = exact.agreement(ModelOptions(dtype="bfloat16"), "auto", list(outputs.values()))
     assert found.num_completions == len(prompts)
     assert 0.0 < found.logit_error <= bound
     assert not found.num_wrong
     for output in outputs.values():  # the same, after another text: as if KV were built again of the wrong tokens
         output.prompt_token_ids[-1] ^= 1
-    found, _ = exact.agreement("bfloat16", "auto", list(outputs.values()))
+    found, _ = exact.agreement(ModelOptions(dtype="bfloat16"), "auto", list(outputs.values()))
     assert found.logit_error > bound
 
 

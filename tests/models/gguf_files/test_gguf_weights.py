@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,24 @@ def test_a_large_vocabulary_is_passed_over_and_counted(tmp_path: Path) -> None:
     assert load(path, backend=get("native", 1)).model.lm_head.out_features == 12_000
     assert load_tokenizer(str(path)).vocab_size == 12_000
     assert gguf.GGUFReader.__module__.startswith("gguf"), "the package is as it was"
+
+
+def test_files_are_read_by_many_threads_at_once(tmp_path: Path) -> None:
+    """Each reading puts Lamina's header in the place of gguf's reader for a time."""
+    own, interval = gguf.GGUFReader, sys.getswitchinterval()
+    paths = [tmp_path / f"{number}.gguf" for number in range(16)]
+    for number, path in enumerate(paths):
+        shutil.copy(FILES / f"{NAMES[number % len(NAMES)]}.gguf", path)
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(read_config, paths))
+    finally:
+        sys.setswitchinterval(interval)
+    assert [config.num_hidden_layers for config in found] == [
+        read_config(FILES / f"{NAMES[n % len(NAMES)]}.gguf").num_hidden_layers for n in range(16)
+    ]
+    assert gguf.GGUFReader is own
 
 
 @pytest.mark.parametrize("small_first_shard", [False, True])
