@@ -124,6 +124,8 @@ inline void tile(const Form& form, const Layout& layout, const Rows& rows, const
     for (int m = 0; m < kCount; ++m)
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) s[m][v] = Ints::all(-bias * sums[m]);
+    if (at.lines) __builtin_prefetch(parameters + at.ahead, 0, 2);
+    if (at.lines > 1) __builtin_prefetch(parameters + at.ahead + 64, 0, 2);
     const char* from = codes_at + b * layout.step;
     for (std::size_t k = 0; k < own; k += kStep, from += kCols * 4, x += kStep / 4 * kCount) {
       if (at.lines) __builtin_prefetch(from + at.ahead, 0, 2);

@@ -151,6 +151,9 @@ inline void tile(const Form& form, const Layout& layout, const Table& table, Pla
       }
     }
   }
+  // Parameters lie between codes of blocks.
+  if (ahead)
+    for (const char* const end = at.ahead + kBlocks * step; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
   const bool offsets = form.offsets;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
