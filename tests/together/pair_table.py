@@ -129,13 +129,14 @@ def page(results: Sequence[Result]) -> str:
     counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in VERDICTS}
     text = [
         "# Features that work together\n",
-        "Look up whether two features of a server go together. A program makes this page:",
-        "`tests/together/pair_table.py --write`.\n",
-        "The program starts the shipped model with each pair, and with so little memory that sequences are preempted.",
-        "It also drops a stream. A pair is the same if the tokens are those of a run without both features. If one of",
-        'them changes tokens, they must be those of a run with that one alone. Counters show that both acted. "Idle"',
-        "means that one had nothing to do.\n",
-        ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + ".\n",
+        "Look up whether two features go together. `tests/together/pair_table.py --write` makes this page.",
+        "It runs the shipped model with each pair of features, with so little memory that sequences are preempted, and",
+        "cancels a stream.\n",
+        "- **Same**: both features acted, by their counters, and the tokens are those of a run without the pair. If a",
+        "  feature itself changes tokens, the tokens are those of a run with that feature alone.",
+        "- **Refused**: the engine does not start with the pair, or refuses the request.",
+        "- **Idle**: one of the features had nothing to do.\n",
+        f"Pairs: {', '.join(f'{count} {verdict}' for verdict, count in counts.items() if count)}.\n",
     ]
     for verdict in VERDICTS:
         if verdict != SAME and counts[verdict]:
@@ -146,7 +147,7 @@ def page(results: Sequence[Result]) -> str:
                 if r.verdict == verdict
             ]
             text += [""]
-    text += ["## The same tokens\n", "All other pairs of:", ""]
+    text += ["## Same\n", "All other pairs of these features:", ""]
     text += [f"- `{row.name}`" for row in ROWS]
     return "\n".join(text) + "\n"
 
