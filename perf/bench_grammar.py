@@ -1,4 +1,4 @@
-"""The cost of a grammar's masks in a step: made by one thread while O is awaited, and applied to the logits.
+"""The cost of a grammar's masks in a step: made by one thread while O is awaited, and heeded as tokens are drawn.
 
 All take turns, so that noise of the machine hits them alike. Prints one JSON line; --write appends it to
 perf/results/bench_grammar.jsonl.
@@ -7,8 +7,9 @@ perf/results/bench_grammar.jsonl.
     python perf/bench_grammar.py --layers 16 --write     # and whole steps of a model of 1 B, with and without
 
 A step is at least its last product, that of the vocabulary (``head``): --hidden is the model's width. What delays it is
-``applied``, and of ``made`` what is longer than the attention of the last layer. --layers generates with a made model
-of that size, plain and by a schema in turns. ``step`` is the time of a token more for all rows.
+what ``masked`` draws take longer than ``plain`` ones, and ``made`` where no core is idle. The floor of the former is a
+reading of the logits. --layers generates with a made model of that size, plain and by a schema in turns. ``step`` is
+the time of a token more for all rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from bench_serve_peers import add_tokenizer
 from common import parser_of, record, spread
@@ -32,8 +32,11 @@ from reference_model import make
 from lamina import LLM, SamplingParams
 from lamina.grammar.compiler import source_of
 from lamina.grammar.rules import Grammars
+from lamina.ops.sampling import SampleSpec
+from lamina.ops.sampling.native import NativeSampling
+from lamina.ops.sampling.sampling_settings import sampler_settings
 from lamina.protocol.control import Vocabulary
-from lamina.request import StructuredOutputsParams
+from lamina.request import FILTERS, StructuredOutputsParams
 
 SHORT = 8  # tokens of the shorter of two runs, which has the prompts too
 ALPHABET = 'abcdefghijklmnopqrstuvwxyz0123456789 "{}[]:,.-'
@@ -83,33 +86,32 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     source = source_of(StructuredOutputsParams(json=SCHEMA))
     grammars.check(source)
     rules = [grammars.rule_of(source) for _ in range(args.rows)]
-    dice = Random(1)
-    logits = torch.randn(args.rows, args.vocabulary)
+    logits, backend = torch.randn(args.rows, args.vocabulary).bfloat16(), NativeSampling(args.threads)
+    plain = [SampleSpec(i, sampler_settings(1.0, 0, 1.0, 0.0, FILTERS), i, 0) for i in range(args.rows)]
     x, head = torch.randn(args.rows, args.hidden).bfloat16(), torch.randn(args.vocabulary, args.hidden).bfloat16()
-    times: dict[str, list[float]] = {"made": [], "applied": [], "head": []}
+    times: dict[str, list[float]] = {"made": [], "masked": [], "plain": [], "head": []}
     tokens = list[list[int]]([] for _ in rules)
     for rule in rules:
         rule.begin(0, [])
-    for _ in range(args.rounds):
+    for at in range(args.rounds):
         began = time.perf_counter()
         for rule, new in zip(rules, tokens, strict=True):
             rule.begin(rule.num_tokens, new)
         masks = [rule.mask() for rule in rules]
         made = time.perf_counter()
-        rows = logits.clone()
-        cloned = time.perf_counter()
-        for mask, row in zip(masks, rows, strict=True):
-            mask.apply(row)
-        applied = time.perf_counter()
+        asks = [ask._replace(counter=at, allowed=mask.bits) for ask, mask in zip(plain, masks, strict=True)]
+        tokens = [[token] for token in backend.sample(logits, asks)]
+        masked = time.perf_counter()
+        backend.sample(logits, plain)
+        drawn = time.perf_counter()
         torch.mm(x, head.T)
         ended = time.perf_counter()
-        times["made"].append(made - began)
-        times["applied"].append(applied - cloned)
-        times["head"].append(ended - applied)
-        tokens = [[int(dice.choice(np.flatnonzero(row.isfinite().numpy())))] for row in rows]
+        for name, seconds in (("made", made - began), ("masked", masked - made), ("plain", drawn - masked)):
+            times[name].append(seconds)
+        times["head"].append(ended - drawn)
     found = {name: spread([1e3 * one for one in each]) for name, each in times.items()}
     middle = {name: sorted(each)[len(each) // 2] for name, each in times.items()}
-    return {"ms": found, "applied of head": round(middle["applied"] / middle["head"], 4)}
+    return {"ms": found, "masks of head": round((middle["masked"] - middle["plain"]) / middle["head"], 4)}
 
 
 def measure_steps(args: argparse.Namespace) -> dict[str, Any]:

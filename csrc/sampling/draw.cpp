@@ -41,6 +41,7 @@ class Row {
   }
 
   std::int64_t draw(const Ask& ask) {
+    if (ask.flags & kSomeAllowed) keep(ask.allowed, ask.num_bits);
     if (scan()) return kNoToken;
     const auto top = std::max_element(s_.maxima.begin(), s_.maxima.end());
     scale_ = {*top, ask.factor, kLowest};
@@ -78,10 +79,25 @@ class Row {
   }
 
  private:
+  // Continues with a copy of the row, with minus infinity for all but the allowed tokens. It stays in a core's cache.
+  void keep(const std::uint16_t* bits, std::size_t num_bits) {
+    s_.allowed.resize(blocks_ * kBlock * sizeof(T));
+    T* const kept = reinterpret_cast<T*>(s_.allowed.data());
+    for (std::size_t b = 0; b < blocks_; ++b) {
+      if (b * kBlock < num_bits)
+        kernel_.keep(block(b), bits + b * kBlock / kBitsOfWord, kept + b * kBlock);
+      else
+        std::fill(kept + b * kBlock, kept + (b + 1) * kBlock, minus_infinity());
+    }
+    x_ = kept;
+    if (size_ % kBlock) std::memcpy(s_.tail, kept + (blocks_ - 1) * kBlock, kBlock * sizeof(T));
+  }
+
   static T minus_infinity() {
-    if constexpr (std::is_same_v<T, float>) return -kInfinity;
-    if constexpr (std::is_same_v<T, Bf16>) return {0xff80};
-    if constexpr (std::is_same_v<T, Half>) return {0xfc00};
+    if constexpr (std::is_same_v<T, float>)
+      return -kInfinity;
+    else
+      return {kMinusInfinity<T>};
   }
 
   // Values with the upper bits of ``bin``.

@@ -15,6 +15,7 @@ enum Flags : std::uint32_t {
   kGreedy = 1,
   kTopKFirst = 2,  // top_p counts the probability of what top_k has left
   kMinPFirst = 4,  // ... of what min_p has left
+  kSomeAllowed = 8,  // only tokens of ``allowed`` are drawn
 };
 
 // What is asked of a row. lamina/ops/sampling/native.py writes it.
@@ -27,8 +28,10 @@ struct Ask {
   std::int32_t cut;  // the lowest level that min_p keeps
   std::uint32_t row;
   std::uint32_t flags;
+  const std::uint16_t* allowed;  // a bit for each of the first ``num_bits`` tokens; later ones are not allowed
+  std::uint64_t num_bits;        // a multiple of kBlock
 };
-static_assert(sizeof(Ask) == 48);
+static_assert(sizeof(Ask) == 64);
 
 struct Entry {
   float x;
@@ -45,13 +48,14 @@ struct Bin {
 // Memory of one thread.
 struct Scratch {
   alignas(64) unsigned char tail[kBlock * sizeof(float)];  // the last block, filled up with minus infinity
-  std::vector<float> maxima;                               // of parts
+  std::vector<unsigned char> allowed;  // a row, with minus infinity for tokens that are not allowed
+  std::vector<float> maxima;  // of parts
   std::vector<float> sorted;
   std::vector<std::int64_t> sums;  // of blocks
   std::vector<std::int64_t> masses = std::vector<std::int64_t>(2 * kBlock);
   std::vector<Entry> entries;
   std::vector<Bin> bins;
-  std::vector<std::uint32_t> counts = std::vector<std::uint32_t>(1 << 16);     // zeros between two rows
+  std::vector<std::uint32_t> counts = std::vector<std::uint32_t>(1 << 16);  // zeros between two rows
   std::vector<std::int64_t> bin_masses = std::vector<std::int64_t>(1 << 16);  // likewise; of fp32 alone
 };
 

@@ -101,6 +101,22 @@ std::uint64_t at_least(const void* data, float floor) {
   return found;
 }
 
+// A word is widened to a logit's width, so that compilers turn the inner loop into a few vector instructions.
 template <class T>
-constexpr Kernel kernel = {scan<T>, sum<T>, fill<T>, at_least<T>};
+void keep(const void* data, const std::uint16_t* bits, void* out) {
+  using U = std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint16_t>;
+  static_assert(kBitsOfWord == 16);
+  static constexpr U kBit[kBitsOfWord] = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                          1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+  const U* __restrict x = static_cast<const U*>(data);
+  U* __restrict to = static_cast<U*>(out);
+  for (std::size_t at = 0; at < kBlock; at += kBitsOfWord, ++bits) {
+    const U word = *bits;
+    for (std::size_t i = 0; i < kBitsOfWord; ++i)
+      to[at + i] = (word & kBit[i]) == kBit[i] ? x[at + i] : U{kMinusInfinity<T>};
+  }
+}
+
+template <class T>
+constexpr Kernel kernel = {scan<T>, sum<T>, fill<T>, at_least<T>, keep<T>};
 constexpr Kernel kernels[kTypes] = {kernel<float>, kernel<Bf16>, kernel<Half>};

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "bits.h"
 
@@ -17,6 +18,7 @@ namespace lamina::sampling {
 constexpr std::size_t kBlock = 1024;  // tokens that a kernel takes at a time
 constexpr std::size_t kPart = 64;  // tokens that share a maximum
 constexpr std::size_t kParts = kBlock / kPart;  // of a block
+constexpr std::size_t kBitsOfWord = 16;  // tokens of a word of allowed tokens; the lowest bit is the first token's
 
 constexpr int kLevelBits = 24;  // levels to a doubling of probability
 constexpr int kLowest = -42 * (1 << kLevelBits);  // the lowest level; its mass is 0
@@ -34,6 +36,14 @@ struct Bf16 {
 struct Half {
   std::uint16_t bits;
 };
+
+// Its bits.
+template <class T>
+constexpr std::uint32_t kMinusInfinity = 0xff800000;
+template <>
+inline constexpr std::uint16_t kMinusInfinity<Bf16> = 0xff80;
+template <>
+inline constexpr std::uint16_t kMinusInfinity<Half> = 0xfc00;
 
 inline float to_float(float v) { return v; }
 inline float to_float(Bf16 v) { return from_bits(static_cast<std::uint32_t>(v.bits) << 16); }
@@ -61,6 +71,8 @@ struct Kernel {
   void (*fill)(const void* x, const Scale& scale, float floor, std::int64_t* masses);
   // Of a part: bit i says whether x[i] >= floor.
   std::uint64_t (*at_least)(const void* x, float floor);
+  // Copies logits; minus infinity takes the place of those whose bit is 0.
+  void (*keep)(const void* x, const std::uint16_t* bits, void* out);
 };
 
 struct Variant {

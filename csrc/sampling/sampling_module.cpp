@@ -75,7 +75,7 @@ bool check(const Logits& logits) {
 
 bool check(const Ask& ask, const Logits& logits) {
   const bool fine = ask.row < logits.rows && ask.top_k && ask.share && ask.share <= kWhole && ask.cut <= 0 &&
-                    ask.factor > 0.0f && ask.factor <= std::numeric_limits<float>::max();
+                    ask.factor > 0.0f && ask.factor <= std::numeric_limits<float>::max() && ask.num_bits % kBlock == 0;
   return fine || refuse("the draw of row %u of %zu has a field out of range", ask.row, logits.rows);
 }
 

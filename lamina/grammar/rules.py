@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import partial
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.ops.sampling.token_mask import TokenMask, TokenRule
+from lamina.ops.sampling.token_mask import TokenMask, TokenRule, forbid
 from lamina.protocol.control import Penalties, Vocabulary
 
 from .compiler import GrammarCompiler, GrammarError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NUM_COMPILING = 2  # threads: a slow grammar does not keep others
 MAX_COMPILED = 32  # grammars that a worker keeps
 FEW = 64  # allowed tokens that ranks exchange by name
+BLOCK = 1024  # bits of a mask come in so many; see SampleSpec
 LIMIT_S = 20.0  # for a mask; the library's limits keep it far below
 
 
@@ -32,17 +33,45 @@ class GrammarMask:
 
     overrules_min_tokens = True
 
-    def __init__(self, allowed: NDArray[np.bool_]) -> None:
-        """``allowed``: for each token of the vocabulary."""
-        count = int(np.count_nonzero(allowed))
-        self.few_token_ids: list[int] | None = np.flatnonzero(allowed).tolist() if count <= FEW else None
-        self._forbidden = torch.from_numpy(~allowed)
+    def __init__(self, bits: NDArray[np.uint8]) -> None:
+        """``bits``: as ``allowed`` of SampleSpec."""
+        self.bits = torch.from_numpy(bits)
+
+    @cached_property
+    def few_token_ids(self) -> list[int] | None:
+        """The allowed tokens, if there are only a few."""
+        allowed = np.unpackbits(self.bits.numpy(), bitorder="little")
+        return np.flatnonzero(allowed).tolist() if np.count_nonzero(allowed) <= FEW else None
 
     def apply(self, logits: Tensor, first: int = 0) -> None:
         """Set the logits of forbidden tokens to minus infinity, in place."""
-        forbidden = self._forbidden[first : first + len(logits)].to(logits.device)
-        logits[: len(forbidden)].masked_fill_(forbidden, float("-inf"))
-        logits[len(forbidden) :] = float("-inf")  # beyond the vocabulary
+        forbid(logits, self.bits, first)
+
+
+class MaskThread:
+    """Makes masks, one after another, on a thread of its own. It is woken once for the rows of a step, as waking it
+    costs as much as a mask.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-masks")
+        self._due = deque[tuple[Future[GrammarMask], Callable[[], GrammarMask]]]()
+
+    def begin(self, make: Callable[[], GrammarMask]) -> Future[GrammarMask]:
+        """Return the mask to come of ``make``. Calls come from one thread."""
+        made = Future[GrammarMask]()
+        self._due.append((made, make))
+        if len(self._due) == 1:  # else the thread has not taken the one before, and looks again after it
+            self._thread.submit(self._make_all)
+        return made
+
+    def _make_all(self) -> None:
+        while self._due:
+            made, make = self._due.popleft()
+            try:
+                made.set_result(make())
+            except Exception as e:  # noqa: BLE001 - who waits for the mask raises it
+                made.set_exception(e)
 
 
 class GrammarRule:
@@ -51,9 +80,10 @@ class GrammarRule:
     A grammar that meets a limit of the library allows no token from then on, so the request ends by an error.
     """
 
-    def __init__(self, compiled: Future[LLMatcher], masking: Executor, end_token_ids: Sequence[int]) -> None:
-        """``compiled``: at the beginning of a text. ``masking``: one thread, which alone uses the matcher."""
-        self._compiled, self._masking, self._ends = compiled, masking, list(end_token_ids)
+    def __init__(self, compiled: Future[LLMatcher], masking: MaskThread, vocabulary: Vocabulary) -> None:
+        """``compiled``: at the beginning of a text. ``masking``: alone uses the matcher."""
+        self._compiled, self._masking = compiled, masking
+        self._size, self._ends = len(vocabulary.tokens), vocabulary.end_token_ids
         self.num_tokens = 0
         self._tokens = list[int]()  # those that the matcher has followed, to the first end token
         self._matcher: LLMatcher | None = None
@@ -62,7 +92,7 @@ class GrammarRule:
     def begin(self, num_known: int, tokens: Sequence[int]) -> None:
         """Begin to make the mask after ``tokens``, which follow the first ``num_known`` tokens of the completion."""
         self.num_tokens = num_known + len(tokens)
-        self._mask = self._masking.submit(self._mask_after, num_known, list(tokens))
+        self._mask = self._masking.begin(partial(self._mask_after, num_known, list(tokens)))
 
     def mask(self) -> TokenMask:
         """Return the mask that ``begin`` has begun. Raises TimeoutError."""
@@ -70,22 +100,22 @@ class GrammarRule:
         return self._mask.result(LIMIT_S)
 
     def _mask_after(self, num_known: int, tokens: list[int]) -> GrammarMask:
-        size = 0
+        bits = np.zeros(-(-self._size // BLOCK) * BLOCK // 8, dtype=np.uint8)
         try:
             matcher = self._matcher = self._matcher or self._compiled.result(LIMIT_S).deep_copy()
         except GrammarError:  # the front end has compiled it, with other limits of time
-            return GrammarMask(np.zeros(size, dtype=bool))
+            return GrammarMask(bits)
         self._follow(matcher, num_known, tokens)
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little").astype(bool)
-        if self._tokens and self._tokens[-1] in self._ends:
-            allowed[:] = False
-            allowed[self._ends] = True
-        elif matcher.is_error():
-            allowed[:] = False
-        else:
-            allowed[self._ends] = allowed[self._ends[0]]
-        return GrammarMask(allowed)
+        may_end = bool(self._tokens) and self._tokens[-1] in self._ends
+        if not may_end:
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, -(-self._size // 32) * 4)
+            if matcher.is_error():
+                bits[:] = 0
+            place, bit = divmod(self._ends[0], 8)
+            may_end = bool(bits[place] >> bit & 1)
+        for place, bit in (divmod(token, 8) for token in self._ends):
+            bits[place] = bits[place] & (0xFF ^ 1 << bit) | may_end << bit
+        return GrammarMask(bits)
 
     def _follow(self, matcher: LLMatcher, num_known: int, tokens: list[int]) -> None:
         if num_known < len(self._tokens):
@@ -105,7 +135,7 @@ class Grammars:
 
     def __init__(self) -> None:
         self._compiling = ThreadPoolExecutor(NUM_COMPILING, thread_name_prefix="lamina-grammars")
-        self._masking = ThreadPoolExecutor(1, thread_name_prefix="lamina-masks")
+        self._masking = MaskThread()
         self._vocabulary: Vocabulary | None = None
         self._compiler: Future[GrammarCompiler] | None = None
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the last used one is last
@@ -137,7 +167,7 @@ class Grammars:
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(source)
-        return GrammarRule(self._compiled[source], self._masking, self._vocabulary.end_token_ids)
+        return GrammarRule(self._compiled[source], self._masking, self._vocabulary)
 
 
 def _compile(compiler: Future[GrammarCompiler], source: str) -> LLMatcher:

@@ -110,6 +110,39 @@ def test_all_draw_the_token_of_the_reference(logits: Tensor, options: dict[str, 
         assert reference(row, u, **options) in (token, None)
 
 
+def bits_of(allowed: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(allowed.numpy(), bitorder="little"))
+
+
+@settings(max_examples=80, deadline=None)
+@given(logits=rows_of_logits(), options=parameters, index=st.integers(0, 2**64 - 1),
+       share=st.sampled_from([0.0, 0.01, 0.5, 0.95, 1.0]), blocks=st.integers(0, 3))  # fmt: skip
+def test_tokens_that_are_not_allowed_count_as_minus_infinity(
+    logits: Tensor, options: dict[str, Any], index: int, share: float, blocks: int
+) -> None:
+    rows, size = logits.shape
+    allowed = torch.rand(rows, 1024 * blocks, generator=torch.Generator().manual_seed(size)) < share
+    forbidden = ~torch.nn.functional.pad(allowed, (0, size))[:, :size]
+    before = logits.clone()
+    for options_ in (options, {"temperature": 0.0}):
+        asks = [ask(i, index, **options_) for i in range(rows)]
+        some = [one._replace(allowed=bits_of(row)) for one, row in zip(asks, allowed, strict=True)]
+        wanted = TorchSampling().sample(logits.masked_fill(forbidden, float("-inf")), asks)
+        for name, backend in BACKENDS.items():
+            assert backend.sample(logits, [*some, *asks]) == [*wanted, *backend.sample(logits, asks)], name
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_number_that_is_none_does_no_harm_where_it_is_not_allowed(name: str) -> None:
+    logits = torch.tensor([[1.0, float("nan"), 3.0, 2.0]])
+    allowed = torch.zeros(1024, dtype=torch.bool)
+    for ids, token in (([0, 3], 3), ([0, 1], -1), ([], -1), ([700], -1)):
+        allowed[:], allowed[ids] = False, True
+        asks = [ask(0, temperature=0.0)._replace(allowed=bits_of(allowed))]
+        assert BACKENDS[name].sample(logits, asks) == [token]
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-3, 1e30, 1e308])
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 1e-300}])
 def test_any_temperature_gives_a_token_that_can_be_drawn(temperature: float, options: dict[str, Any]) -> None:
@@ -308,6 +341,8 @@ def test_the_native_module_checks_what_it_is_given() -> None:
         NativeSampling(1, "abacus")
     with pytest.raises(ValueError, match="the draw of row 3 of 2"):
         NativeSampling(1).sample(torch.zeros(2, 5), [ask(3)])
+    with pytest.raises(ValueError, match="the draw of row 0 of 2 has a field out of range"):
+        NativeSampling(1).sample(torch.zeros(2, 5), [ask(0)._replace(allowed=torch.zeros(1, dtype=torch.uint8))])
     engine = native.Engine(1, "")
     with pytest.raises(ValueError, match="no whole number of draws"):
         engine.draw(torch.zeros(5).data_ptr(), 0, 1, 5, 5, b"123")

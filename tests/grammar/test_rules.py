@@ -7,11 +7,12 @@ import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lamina.grammar.compiler import source_of
-from lamina.grammar.rules import Grammars
+from lamina.grammar.rules import GrammarMask, Grammars, MaskThread
 from lamina.ops.sampling.token_mask import TokenRule
 from lamina.protocol.control import Penalties, Vocabulary
 from lamina.request import StructuredOutputsParams
@@ -115,6 +116,33 @@ def test_each_part_of_the_vocabulary_is_masked_alone(vocabulary: Vocabulary) -> 
     for number, part in enumerate(parts):
         rule.mask().apply(part, number * 1030)
     assert [int(i) for i in torch.cat(parts).isfinite().nonzero()] == allowed(rule)
+
+
+def test_rules_begun_together_have_their_own_masks(vocabulary: Vocabulary) -> None:
+    grammars, words = Grammars(), ["ab", "cd", "ef", "gh"]
+    rules = [rule_of(vocabulary, grammars, regex=f"({word}){{9}}") for word in words * 8]
+    byte_of = {text: token for token, text in enumerate(vocabulary.tokens) if len(text) == 1}
+    for length in range(8):
+        for rule, word in zip(rules, words * 8, strict=True):
+            rule.begin(rule.num_tokens, [byte_of[word[(length - 1) % 2].encode()]] if length else [])
+        for rule, word in zip(rules, words * 8, strict=True):
+            first = {vocabulary.tokens[token][:1] for token in allowed(rule)}
+            assert first == {word[length % 2].encode()}, length
+
+
+def test_a_mask_that_fails_leaves_the_others() -> None:
+    thread = MaskThread()
+
+    def fail() -> GrammarMask:
+        raise RuntimeError("no mask")
+
+    wanted = [GrammarMask(np.zeros(128, dtype=np.uint8)) for _ in range(20)]
+    before = [thread.begin(lambda mask=mask: mask) for mask in wanted]  # type: ignore[misc]
+    failed, after = thread.begin(fail), thread.begin(lambda: wanted[0])
+    assert [made.result(20) for made in (*before, after)] == [*wanted, wanted[0]]
+    with pytest.raises(RuntimeError, match="no mask"):
+        failed.result(20)
+    assert thread.begin(lambda: wanted[1]).result(20) is wanted[1], "the thread goes on"
 
 
 def test_a_worker_without_the_vocabulary_says_so() -> None:

@@ -11,6 +11,7 @@ instruction set. So the arithmetic is fixed here, for csrc/sampling and for torc
 - Tokens have a *rank*: by logit, and among equals the lower id first. Each filter keeps the tokens up to some rank.
   top_k keeps the first k, min_p those whose level is at least round(2^24 log2(min_p)). top_p keeps the fewest whose
   masses reach ceil(top_p * the mass of all), where "all" are the tokens that the filters before it in ``order`` leave.
+- Where a spec has ``allowed`` tokens, the logits of all others count as minus infinity.
 - Among the tokens that every filter keeps, u times their mass, rounded down, is a place in that mass, which the tokens
   fill in the order of their ids. u = k * 2^-53 comes from Philox 4x64 with key = seed and counter = index.
 """
@@ -32,6 +33,9 @@ class SampleSpec(NamedTuple):
     settings: SamplerSettings
     seed: int  # 0 .. 2^64 - 1
     counter: int  # the index of the output token; likewise
+    # None: all. Else uint8 [n], n a multiple of 128, on the CPU: bit t % 8 of number t // 8 is 1 if token t is allowed.
+    # Tokens beyond are not.
+    allowed: Tensor | None = None
 
 
 class Backend(Protocol):

@@ -11,8 +11,8 @@ from . import SampleSpec
 from ._sampling import Engine
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ASK = struct.Struct("=QQQQfiII")
-_GREEDY, _TOP_K_FIRST, _MIN_P_FIRST = 1, 2, 4
+_ASK = struct.Struct("=QQQQfiIIQQ")
+_GREEDY, _TOP_K_FIRST, _MIN_P_FIRST, _SOME_ALLOWED = 1, 2, 4, 8
 
 
 class NativeSampling:
@@ -24,7 +24,7 @@ class NativeSampling:
 
     def sample(self, logits: Tensor, asks: list[SampleSpec]) -> list[int]:
         """Draw a token for each of ``asks`` from logits [rows, V]; -1 if a row's largest logit is NaN or infinite.
-        Raises ValueError for a row that does not exist.
+        Raises ValueError for a row that does not exist, and for allowed tokens that are no whole blocks.
         """
         logits = _in_rows(logits)
         packed = b"".join(map(_packed, asks))
@@ -48,7 +48,10 @@ def _in_rows(logits: Tensor) -> Tensor:
 
 
 def _packed(ask: SampleSpec) -> bytes:
-    row, settings, seed, index = ask
+    row, settings, seed, index, allowed = ask
     greedy, factor, top_k, share, cut, top_k_first, min_p_first = settings
     flags = greedy * _GREEDY | top_k_first * _TOP_K_FIRST | min_p_first * _MIN_P_FIRST
-    return _ASK.pack(top_k, share, seed, index, factor, cut, row, flags)
+    if allowed is None:
+        return _ASK.pack(top_k, share, seed, index, factor, cut, row, flags, 0, 0)
+    bits = allowed.data_ptr(), 8 * len(allowed)
+    return _ASK.pack(top_k, share, seed, index, factor, cut, row, flags | _SOME_ALLOWED, *bits)

@@ -15,7 +15,7 @@ from lamina.request import Score
 from . import Backend, SampleSpec
 from .sampling_settings import sampler_settings
 from .token_history import LogitChanges
-from .token_mask import TokenMask
+from .token_mask import TokenMask, forbid
 from .torch_sampling import TorchSampling
 
 log = logging.getLogger(__name__)
@@ -49,14 +49,16 @@ class Sampler:
         ValueError for parameters out of range.
         """
         tokens = [0 if d.return_logits or d.reference_request >= 0 else d.prompt_logprob_token for d in draws]
-        plain = [i for i, d in enumerate(draws) if tokens[i] < 0 and not d.banned_token_ids and d.logits_update is None]
+        due, size = [i for i, token in enumerate(tokens) if token < 0], logits.shape[-1]
+        masks = {i: bits for i in due if (bits := _mask_alone(draws[i], seen, size)) is not None}
         changed = [
-            i for i, d in enumerate(draws) if tokens[i] < 0 and (d.banned_token_ids or d.logits_update is not None)
+            i for i in due if i not in masks and (draws[i].banned_token_ids or draws[i].logits_update is not None)
         ]
-        if plain:
-            asks = [_ask(i, draws[i]) for i in plain]
-            for i, token in zip(plain, self.backend_for(logits).sample(logits, asks), strict=True):
-                tokens[i] = token
+        others = {*changed}
+        if raw := [i for i in due if i not in others]:
+            asks = [_ask(i, draws[i], masks.get(i)) for i in raw]
+            for i, token in zip(raw, self.backend_for(logits).sample(logits, asks), strict=True):
+                tokens[i] = _why(_kept(logits[i], masks[i]), logits[i]) if token < 0 and i in masks else token
         if changed:
             scores = logits[changed].float()
             for row, i in zip(scores, changed, strict=True):
@@ -144,13 +146,31 @@ def _apart(own: Tensor, other: Tensor) -> tuple[bool, float]:
     return bool(own.argmax() != other.argmax()), float(torch.where(p > 0, p * (log_p - log_q), 0.0).sum())
 
 
-def _ask(row: int, draw: SamplingRequest) -> SampleSpec:
+def _mask_alone(draw: SamplingRequest, seen: Mapping[int, LogitChanges], size: int) -> Tensor | None:
+    """Return the bits of the draw's mask, if nothing else changes its ``size`` logits."""
+    if draw.banned_token_ids or draw.logits_update is None or draw.sequence not in seen:
+        return None
+    changes = seen[draw.sequence]
+    p = changes.penalties
+    is_neutral = p.repetition == 1.0 and not (p.presence or p.frequency or p.logit_bias)
+    alone = is_neutral and len(changes.masks) == 1 and not changes.banned_token_ids and changes.max_token_id < size
+    return changes.masks[0].bits if alone else None
+
+
+def _kept(row: Tensor, bits: Tensor) -> Tensor:
+    """Return a copy of the row with minus infinity where ``bits`` allow no token."""
+    kept = row.clone()
+    forbid(kept, bits)
+    return kept
+
+
+def _ask(row: int, draw: SamplingRequest, allowed: Tensor | None = None) -> SampleSpec:
     settings = sampler_settings(draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.filter_order)
     if not (0 <= draw.seed < 1 << 64 and 0 <= draw.output_index < 1 << 64):
         raise ValueError(
             f"a draw of sequence {draw.sequence} has the seed {draw.seed} and the index {draw.output_index}"
         )
-    return SampleSpec(row, settings, draw.seed, draw.output_index)
+    return SampleSpec(row, settings, draw.seed, draw.output_index, allowed)
 
 
 def change_logits(row: Tensor, draw: SamplingRequest, seen: Mapping[int, LogitChanges]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,11 @@ class TokenMask(Protocol):
     @property
     def few_token_ids(self) -> Sequence[int] | None:
         """The allowed tokens, ascending, if these are so few that ranks should exchange their logits alone."""
+        ...
+
+    @property
+    def bits(self) -> Tensor | None:
+        """The mask as ``allowed`` of SampleSpec; None if it has another form."""
         ...
 
     @property
@@ -54,6 +60,7 @@ class TokenRule(Protocol):
 class AllowedTokens:
     """A fixed set of tokens: it is the rule, and the mask of every draw."""
 
+    bits = None
     overrules_min_tokens = False
     num_tokens = 0
 
@@ -72,3 +79,14 @@ class AllowedTokens:
         """Set the logits of all other tokens to minus infinity, in place."""
         own = self._ids[(self._ids >= first) & (self._ids < first + len(logits))].to(logits.device) - first
         logits.copy_(torch.full_like(logits, float("-inf")).index_copy_(0, own, logits[own]))
+
+
+def forbid(logits: Tensor, bits: Tensor, first: int = 0) -> None:
+    """Set the logits of tokens that ``bits`` does not allow to minus infinity, in place. ``bits``: as ``allowed`` of
+    SampleSpec. ``logits`` [n]: of tokens from ``first`` on.
+    """
+    whole = first // 8
+    forbidden = np.unpackbits(~bits[whole : (first + len(logits) + 7) // 8].numpy(), bitorder="little").view(bool)
+    part = torch.from_numpy(forbidden[first - 8 * whole :][: len(logits)]).to(logits.device)
+    logits[: len(part)].masked_fill_(part, float("-inf"))
+    logits[len(part) :] = float("-inf")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import SampleSpec
 from .sampling_settings import LEVEL_BITS, LOWEST, MASS_BITS, SHARE_BITS, SamplerSettings
+from .token_mask import forbid
 
 # 2^r for -1/2 <= r < 1/2; coefficients of r^5, r^4 ... r^0. As in csrc/sampling/sampling.h.
 POWER = [
@@ -31,6 +32,9 @@ class TorchSampling:
         for settings, members in groups.items():
             group = [asks[at] for at in members]
             rows = logits[torch.tensor([a.row for a in group], device=logits.device)].float()
+            for row, ask in zip(rows, group, strict=True):
+                if ask.allowed is not None:
+                    forbid(row, ask.allowed)
             drawn = _greedy(rows) if settings.greedy else _draw(rows, settings, group)
             for at, token in zip(members, drawn.tolist(), strict=True):
                 tokens[at] = token
