@@ -4,14 +4,13 @@ Nothing is run: that needs a GPU (perf/gpu_suite.py)."""
 
 from __future__ import annotations
 
-import ctypes
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from compiled import made_by
+from nvrtc import check_nvrtc
 
 from lamina.ops.attention.cuda_geometry import Variant, choose
 from lamina.ops.attention.cuda_kernels import SOURCES, options, source
@@ -101,39 +100,10 @@ def test_instructions() -> None:
     assert not any("trap" in body or "bar.sync" in body for body in found.values()), "blocks are single warps"
 
 
-CUPY_FLAGS = ("-ftz=true", "--device-as-default-execution-space")  # that it adds (cupy/cuda/compiler.py of 14.2)
-
-
-def nvrtc_library() -> ctypes.CDLL | None:
-    """Returns the library of the package nvidia-cuda-nvrtc, or the system's."""
-    spec = find_spec("nvidia")
-    folders = [Path(p) for p in (spec.submodule_search_locations or [] if spec else [])]
-    found = [path for folder in folders for path in sorted(folder.glob("**/libnvrtc.so.*"))]
-    for name in [*map(str, found), "libnvrtc.so.13", "libnvrtc.so.12", "/usr/local/cuda/lib64/libnvrtc.so"]:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("variant", [USUAL, Variant(element="Half"), QUICK[-1]], ids=str)
 def test_nvrtc_takes_what_cupy_gives_it(variant: Variant, architecture: int) -> None:
-    nvrtc = nvrtc_library()
-    if nvrtc is None:
-        pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc")
-    program = ctypes.c_void_p()
-    assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"kernels.cu", 0, None, None)
-    flags = [f"--gpu-architecture=sm_{architecture}", *options(variant), *CUPY_FLAGS]
-    given = (ctypes.c_char_p * len(flags))(*(x.encode() for x in flags))
-    failed = nvrtc.nvrtcCompileProgram(program, len(flags), given)
-    size = ctypes.c_size_t()
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    assert not failed, log.value.decode()
+    check_nvrtc(source(), architecture, options(variant))
 
 
 def test_the_source_names_its_headers() -> None:

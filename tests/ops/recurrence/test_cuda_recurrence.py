@@ -21,6 +21,7 @@ import torch
 from compiled import made_by
 from cuda_emulation import BUILD, GXX, HERE, needs_gxx
 from cuda_emulation import FLAGS as EMULATION_FLAGS
+from nvrtc import check_nvrtc
 from recurrent import SPECS, cut, in_float64, make_layer, new_states, whole
 
 from lamina.ops.recurrence.cuda import CSRC, FLAGS, INCLUDED, SOURCE, Argument, CudaRecurrence, open_backend, source
@@ -138,3 +139,8 @@ def test_it_assembles_and_nothing_spills(architecture: int) -> None:
     assert made.status == 0, made.said
     assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", made.said) == [("0", "0")]
     assert (Path(made.folder) / "kernels.cubin").stat().st_size
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_nvrtc_takes_what_cupy_gives_it(architecture: int) -> None:
+    check_nvrtc(source(), architecture, FLAGS)
