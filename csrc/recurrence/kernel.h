@@ -195,6 +195,7 @@ inline void update(const Update& by, const V* u, const float* s, std::int64_t ld
 constexpr std::int64_t kAhead = 12;  // rows
 
 // The same, with the sums of `see` for another head's S at `next`, so that memory is read and written at the same time.
+// The S after that one comes to the second cache meanwhile: the first one alone waits for too few lines at a time.
 template <int N, bool kByKey, bool kStream>
 inline void update_and_see_next(const Update& by, const V* u, const float* s, std::int64_t ld, std::int64_t keys,
                                 float* to, const float* next, const float* a, const float* b, V* x, V* y) {
@@ -203,7 +204,10 @@ inline void update_and_see_next(const Update& by, const V* u, const float* s, st
   for (std::int64_t i = 0; i < keys; ++i, s += ld, to += ld, next += ld) {
     const V d = kByKey ? set(by.by_key[i]) : decay, k = set(by.key[i]), ai = set(a[i]), bi = set(b[i]);
     for (int j = 0; j < N; ++j) {
-      if (j * W % 16 == 0) __builtin_prefetch(next + kAhead * ld + j * W, 0, 3);  // else reading waits for writing
+      if (j * W % 16 == 0) {
+        __builtin_prefetch(next + keys * ld + j * W, 0, 2);
+        __builtin_prefetch(next + kAhead * ld + j * W, 0, 3);  // else reading waits for writing
+      }
       const V v = load(next + j * W);
       x[j] = fma(ai, v, x[j]), y[j] = fma(bi, v, y[j]);
       put<kStream>(to + j * W, fma(k, u[j], load(s + j * W) * d));
