@@ -12,7 +12,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Several
 from contextlib import suppress
 
 from lamina.config.engine_config import EngineConfig
@@ -25,8 +24,6 @@ from lamina.executor.worker_group import WorkerGroup
 from lamina.executor.worker_registry import RegisteredWorker, WorkerRegistry
 from lamina.lending.lending_messages import NEVER
 from lamina.protocol.control import LinkClosedError
-from lamina.request import Refusal
-from lamina.scheduler.sequence import Sequence
 
 from .borrower_links import BorrowerLinks, GuestWorker
 from .colocated_lender import ColocatedLender, overload_reason
@@ -61,7 +58,7 @@ class Borrower(EngineFeature):
         self._size = config.topology.tensor_parallel_size  # memory workers of a loan: one for each rank
         self._looked = self._asked = self._stranded = 0.0
         self._unused: float | None = None  # the time since which loans are unused
-        self._came = dict[int, float]()  # unfinished request -> when it came
+        self._epoch = time.time() - time.monotonic()  # from the engine's clock to the one that hosts share
         self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
 
     @property
@@ -201,17 +198,9 @@ class Borrower(EngineFeature):
             if self._fits_without(engine, last):
                 self._release(last, "return")
 
-    def refusal(self, sequences: Several[Sequence], *, has_token: bool) -> Refusal | None:
-        """Note when a request comes. It is never refused."""
-        if not has_token:
-            self._came.setdefault(sequences[0].request_id, time.time())
-        return None
-
     def _first_arrival(self, engine: Engine) -> float:
         """Return when the oldest unfinished request came, by the clock that hosts share."""
-        there = {request.id: self._came.get(request.id, time.time()) for request in engine.requests}
-        self._came = there
-        return min(there.values(), default=NEVER)
+        return min((self._epoch + request.output.times.arrival_s for request in engine.requests), default=NEVER)
 
     def _first_to_go(self) -> int:
         """Return the guest to release first: those of others before its own, the latest first."""

@@ -6,6 +6,7 @@ Covers: lamina/executor/lending/colocated_lender.py.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -63,7 +64,8 @@ def engine_with(free: tuple[int, int] = (32, 32), *max_lens: int) -> Any:
     info = SimpleNamespace(num_blocks=[[32], [32]], windows=[0, 0], stripe_blocks=8, block_size=16)
     scheduler = SimpleNamespace(waiting=[SimpleNamespace(finished=False, max_len=max_len) for max_len in max_lens])
     promises = SimpleNamespace(counts=lambda: None)
-    requests = [SimpleNamespace(id=number) for number in range(len(max_lens))]
+    times = SimpleNamespace(times=SimpleNamespace(arrival_s=time.monotonic()))
+    requests = [SimpleNamespace(output=times) for _ in max_lens]
     return SimpleNamespace(
         worker_info=info, free_blocks=list(free), scheduler=scheduler, slo_admission=promises, requests=requests
     )
@@ -130,7 +132,7 @@ def test_its_claim_is_that_of_its_oldest_request_and_grows_as_that_ends(monkeypa
         "lamina.executor.lending.borrower.time", SimpleNamespace(time=lambda: now, monotonic=lambda: now)
     )
     one = borrower(links, own=own)
-    engine = make_engine(FakeWire(8), [one])
+    engine = make_engine(FakeWire(8), [one], lambda: now)
     numbers = list[int]()
     for _ in range(2):
         numbers.append(engine.add([1] * 60, SamplingParams(max_tokens=6)))  # no room in 8 blocks of 4 tokens
