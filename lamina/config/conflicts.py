@@ -225,7 +225,7 @@ COMMAND_FLAGS = (
 CONFLICTS: dict[tuple[str, str], str] = {
     ("--decode-only", "--deterministic"): "no prompt is computed",
     ("--decode-only", "--context-overflow truncate"): "no prompt is computed",
-    ("--decode-only", WINDOWED_LAYERS): "it stores K and V for whole prompts, not for windows",
+    ("--decode-only", WINDOWED_LAYERS): "zeros are loaded for whole prompts, not for windows",
     ("--context-overflow truncate", "--deterministic"): "moved KV is not bitwise equal to computed KV",
     ("--context-overflow truncate", "--tensor-parallel-size 2 or more"): "ranks cannot move KV yet",
     ("--kv-sparsity evict", "--context-overflow truncate"): "a session's next turn needs all KV",
@@ -243,19 +243,19 @@ CONFLICTS: dict[tuple[str, str], str] = {
         }.items()
     },
     ("--kv-sparsity select", "--prefill-workers"): "prefill workers do not choose blocks",
-    ("--kv-sparsity evict:max-kl=", "--prefill-workers"): "the error budget compares answers with computed KV",
+    ("--kv-sparsity evict:max-kl=", "--prefill-workers"): "max-kl= is measured only on KV that memory workers compute",
     **{
         (offload, other): why
         for offload in ("--kv-offloading-size", "--kv-offload dir=", "--decode-only")
         for other, why in {
             "--no-enable-prefix-caching": "KV is loaded for prefixes that the cache finds",
             "--kv-sparsity select": "loaded KV has no index of its blocks",
-            "--kv-sparsity evict:max-kl=": "the error budget compares answers with computed KV",
+            "--kv-sparsity evict:max-kl=": "max-kl= is measured only on KV that memory workers compute",
         }.items()
     },
     ("--decode-only", "--prefill-workers"): "no prompt is computed",
-    ("--decode-only", "--kv-offloading-size"): "it stores no KV",
-    ("--decode-only", "--kv-offload dir="): "it stores no KV",
+    ("--decode-only", "--kv-offloading-size"): "it loads zeros in place of KV",
+    ("--decode-only", "--kv-offload dir="): "it loads zeros in place of KV",
     **{
         (one_pool, other): why
         for one_pool in ("--kv-parity 1", "--lending borrow.max", "--lending lend.share")
@@ -279,7 +279,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for other, why in {
             "--launcher ray": "a lost loan needs another worker at once, and Ray's places are taken at the start",
             "--launcher static": "a lost loan needs another worker at once, and you start the workers",
-            "--pipeline auto": "loans change the memory workers that it has measured",
+            "--pipeline auto": "auto measures memory workers at the start, and loans change them",
             "--decode-only": "all KV must be in the pool",
         }.items()
     },
@@ -293,14 +293,14 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--quantization int8 or int4", "--compute-device cuda"): "weights are packed on CPUs",
     ("--quantization-compute int8", "--compute-device cuda"): "weights are packed on CPUs",
     ("--gemm native", "--compute-device cuda"): "it computes on CPUs",
-    ("--pipeline auto", "--pipeline 2 or more"): "it chooses the number of batches, of which auto:N sets the most",
+    ("--pipeline auto", "--pipeline 2 or more"): "it chooses the number of batches, at most N with auto:N",
     ("--tensor-parallel-size 2 or more", "--memory-workers 1"): "each rank has memory workers of its own",
     ("--tensor-parallel-size 2 or more with --prefill-workers", "--deterministic"): (
         "sums over ranks are rounded differently"
     ),
     ("--tensor-parallel-size 2 or more", "--compute-device cuda:N"): "each rank takes a GPU of its own",
     **{
-        (joining, "--transport gin"): "all its channels are made at the start, and no worker joins later"
+        (joining, "--transport gin"): "gin makes all channels at the start, so no worker can join later"
         for joining in (
             "--spare-compute",
             "--spare-memory",
@@ -325,7 +325,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for device in (f"--{role}-device cuda", f"--{role}-device auto")
     },
     **{
-        (option, NN_MODULE): "it is used as it is, so give the directory of a checkpoint"
+        (option, NN_MODULE): "Lamina does not change a module, so give the directory of a checkpoint"
         for option in (
             "--tensor-parallel-size 2 or more",
             "--hf-overrides",
@@ -333,20 +333,20 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--quantization-compute int8",
         )
     },
-    ("--spare-compute", NN_MODULE): "its compute worker is a thread of this process",
+    ("--spare-compute", NN_MODULE): "the module's compute worker is a thread of this process",
     ("--launcher ray", "--compute-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
     ("--launcher ray", "--memory-device auto"): "Ray reserves a GPU for each worker with cuda, and none with cpu",
     ("--launcher ray", "--memory-addresses"): "Ray gives the hosts' addresses",
     ("--launcher ray", "--cores"): "Ray gives workers their cores",
-    ("--launcher static", "--cores"): "it names cores of this host; start the workers under taskset",
+    ("--launcher static", "--cores"): "--cores names cores of this host; start the workers under taskset",
     **{
-        ("--transport loopback", launcher): "it connects threads of one process, and these workers are elsewhere"
+        ("--transport loopback", launcher): "it connects threads of one process, and workers are elsewhere"
         for launcher in ("--launcher ray", "--launcher static")
     },
     ("--transport loopback", "--cores"): "workers are threads of this process",
-    ("--cores", NN_MODULE): "its compute worker is a thread of this process",
+    ("--cores", NN_MODULE): "the module's compute worker is a thread of this process",
     ("--cluster", "--launcher local"): "it is for --launcher ray",
-    ("--cluster", "--launcher static"): "it is for --launcher ray, unless it is a YAML of hosts",
+    ("--cluster", "--launcher static"): "without Ray it must be a YAML of hosts",
     (SESSION_ID, "--no-enable-prefix-caching"): "a session keeps KV of finished requests",
     (SESSION_ID, "--kv-sparsity evict"): "the next turn needs all KV, so ask for kv_sparsity none",
     **{
@@ -373,8 +373,8 @@ CONFLICTS: dict[tuple[str, str], str] = {
         (change, other): why
         for change in (RESIZE, REWEIGH)
         for other, why in {
-            "--transport gin": "it makes all channels at the start",
-            "--context-overflow truncate": "its pieces depend on the number of memory workers",
+            "--transport gin": "gin makes all channels at the start",
+            "--context-overflow truncate": "the size of a discarded range depends on the number of memory workers",
             "--kv-sparsity evict": "KV with holes cannot be moved",
             "--kv-sparsity select": "an index of blocks cannot be moved",
             "--memory-device cuda": "KV on a GPU cannot be moved",
@@ -383,8 +383,8 @@ CONFLICTS: dict[tuple[str, str], str] = {
         }.items()
     },
     (RESIZE, "--memory-addresses"): "each memory worker has an address of its own",
-    (RESIZE, "--memory-weights measured"): "the parts were measured for these memory workers",
-    (RESIZE, "--pipeline auto"): "it has measured these memory workers",
+    (RESIZE, "--memory-weights measured"): "the weights were measured for the present memory workers",
+    (RESIZE, "--pipeline auto"): "auto has measured the present memory workers",
     ("drain --host", "drain --memory-worker"): "it names all memory workers of a host",
     **{
         ("drain --undo", gone): "a memory worker that has gone does not come back, so ask `scale` for another one"
@@ -395,12 +395,15 @@ CONFLICTS: dict[tuple[str, str], str] = {
         for elsewhere in ("--cluster", "--launcher ray", "--launcher static")
     },
     (DRILL, JOURNAL): "its server has a journal of the drill's own",
-    **{(f"plan --{name}", "plan --calibrate"): "that fits a run, and predicts others" for name in _PLANNED},
+    **{
+        (f"plan --{name}", "plan --calibrate"): "--calibrate fits a recorded run, and plans nothing"
+        for name in _PLANNED
+    },
 }
 
 # (a, those of which it needs one) -> why.
 NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
-    ("--preemption-mode swap", ("--kv-offloading-size", "--kv-offload dir=")): "KV is kept there",
+    ("--preemption-mode swap", ("--kv-offloading-size", "--kv-offload dir=")): "KV of preempted requests is kept there",
     ("--kv-sparsity evict with --enable-prefix-caching", ("--kv-offloading-size", "--kv-offload dir=")): (
         "the pool keeps no KV of sequences that drop some"
     ),
@@ -432,20 +435,20 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--lending borrow.max", ("--lending ledger",)): "the ledger finds lenders",
     ("--lending lend.share", ("--lending ledger",)): "the ledger finds borrowers",
     ("--lending ledger", ("--lending borrow.max", "--lending lend.share")): "it is for loans",
-    ("--lending place", ("--lending ledger",)): "the ledger proposes the nearest",
+    ("--lending place", ("--lending ledger",)): "the ledger proposes the nearest lender",
     ("--lending lend.address", ("--lending lend.share",)): "borrowers connect to it",
     ("--lending lend.max_gbps", ("--lending lend.share",)): "it bounds what borrowers read",
     ("--lending lend.share", ("--kv-cache-memory-bytes",)): "it is a share of that size",
     ("--lending borrow.wait_s", ("--lending borrow.max", "--lending lend.share")): "requests wait for loans",
-    ("--lending borrow.max", ("--partition spill",)): "parts of a sequence are on loan",
+    ("--lending borrow.max", ("--partition spill",)): "only parts of a sequence are on loan",
     ("--lending lend.share", ("--partition spill",)): "parts of a sequence come back from loans",
     ("--memory-sms", ("--memory-device cuda", "--memory-device auto")): "only a GPU has multiprocessors",
     ("--rdma-device", ("--transport verbs, mlx5 or auto",)): "other transports use no RDMA",
-    ("--launcher ray", ("--cluster",)): "it is auto, HOST:PORT, or the YAML of `lamina-launch cluster`",
+    ("--launcher ray", ("--cluster",)): "Ray's cluster is auto, HOST:PORT, or the YAML of `lamina-launch cluster`",
     ("--ray-wait-s", ("--launcher ray",)): "Ray's autoscaler may start hosts",
     ("--driver", ("--launcher static",)): "workers that you start connect to it",
     ("--cluster FILE with hosts", ("--launcher static",)): "you start the workers on them",
-    (KV_DISCARD, ("--context-overflow truncate",)): "KV has to move",
+    (KV_DISCARD, ("--context-overflow truncate",)): "KV after the discarded tokens has to move",
     (PRIORITY, ("--scheduling-policy priority",)): "otherwise requests run in order of arrival",
     (PREFILL_POLICY, ("--prefill-workers",)): "it chooses one of them",
     (OVERLOAD, (SLO_TTFT, SLO_TBT)): "it says when the load counts for these limits",
@@ -453,14 +456,14 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     (SSL_KEYFILE, (SSL_CERTFILE,)): "HTTPS needs a certificate and its key",
     (SSL_CERTFILE, (SSL_KEYFILE,)): "HTTPS needs a certificate and its key",
     ("bench serve --dataset-name", ("bench serve --dataset-path",)): "prompts of that kind are read from a file",
-    ("explain --kv-cache-memory-bytes", ("--kv-sparsity evict",)): "layers that keep all KV and others share it",
+    ("explain --kv-cache-memory-bytes", ("--kv-sparsity evict",)): "layers that keep all KV and other layers share it",
     ("generate --logprobs", ("generate --json",)): "only JSON lines show them",
     ("drill --faults partition", ("drill --flags '--transport tcp'",)): "it cuts a TCP connection",
     ("kv --tenant", ("kv purge",)): "it says whose KV goes",
     ("plan --predict", ("plan --calibrate",)): "it predicts by the tables of that run",
-    ("plan simulate --slo-tbt", ("plan simulate --instances",)): "it is a limit of those that decode",
-    ("sessions export or import", ("sessions --file",)): "the session is written there, or read",
-    ("sessions --file", ("sessions export or import",)): "a session is written there, or read",
+    ("plan simulate --slo-tbt", ("plan simulate --instances",)): "it limits instances that decode",
+    ("sessions export or import", ("sessions --file",)): "the session is written to that file, or read from it",
+    ("sessions --file", ("sessions export or import",)): "they write or read that file",
     ("sessions --file", ("sessions --key-file",)): "the file is encrypted by it",
     ("sessions --key-file", ("sessions --file",)): "it encrypts that file",
 }

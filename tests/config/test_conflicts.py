@@ -23,10 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "conflicts.md"  # which this file writes, if it is run
 HEAD = """# Settings that exclude or need each other
 
-`python tests/config/test_conflicts.py` writes this page from `lamina/config/conflicts.py`. All other pairs work
-together. Numbers must also agree (such as those of `--memory-addresses` and `--memory-workers`), and suit the model
-and the host. `lamina-launch serve MODEL --dry-run` checks your settings; errors use the words of these tables.
-If a change while serving is excluded, `lamina-launch scale` restarts the engine, or refuses ([faults.md](faults.md)).
+Look up why Lamina refuses two settings together, or one setting without another. All other pairs of settings work
+together. `lamina-launch serve MODEL --dry-run` checks your settings, and that numbers agree with each other, the model
+and the host. An error quotes the reason from these tables, where "it" is the setting in the first column.
+
+A *hybrid model* has recurrent layers. If a row excludes a change *while serving*, `lamina-launch scale` restarts the
+engine, or refuses the change ([faults.md](faults.md)). `python tests/config/test_conflicts.py` writes this page from
+`lamina/config/conflicts.py`.
 """
 LINES = {conflict_text(*pair) for pair in CONFLICTS} | {need_text(*need) for need in NEEDS}
 

@@ -34,19 +34,19 @@ TIE = 1e-4  # difference of the two best logits below which either token is righ
 VERDICTS = SAME, REFUSED, WRONG, NOT_BUILT, NOT_RUN = "same", "refused", "wrong", "not built", "not run"
 # Kinds of reasons, by the texts of refusals; the first that fits.
 REASONS = {
-    "State that Lamina cannot keep: some recurrence, linear attention and convolution, or a count of positions":
+    "State that Lamina does not support: some recurrence, linear attention and convolution, or a position counter":
         r"outside of attention|is of type (linear|conv|hybrid|moe)|has no softmax attention.*\(\w*"
         r"(Mamba|Delta|Linear\w*Attention|Recurr|Conv|Rwkv|RWKV|Lightning|LSTM|Ssm|Mixer|Lru)\w*\)",
-    "Attention that is indexed, compressed or sparse by data, or has a cache of its own":
+    "Attention that selects tokens by their content, compresses K and V, or keeps a cache of its own":
         "passes indices|is of type (indexed|compressed|heavily|minimax)|indexer|attends to|an index of its keys",
-    "Attention in the model's own code, which cannot move to memory workers":
+    "Attention that the model's own code computes, so that it cannot move to memory workers":
         "attentions that can be routed|has no softmax attention|cannot be cut|cannot run a step|alters its mask",
-    "Positions that do not begin at 0, or that the model counts": "number the tokens|counts positions",
-    "A mask that is not causal": "is not causal|not causal with one window",
-    "Not a decoder": "encoder-decoder|cross-attention|language-model head|no input_ids",
-    "An argument to attention that memory workers do not know": "to its attention|scales its scores",
+    "Positions that do not begin at 0, or that the model itself counts": "number the tokens|counts positions",
+    "Attention masks that are not causal": "is not causal|not causal with one window",
+    "Not a decoder-only language model": "encoder-decoder|cross-attention|language-model head|no input_ids",
+    "An argument of attention that memory workers do not support": "to its attention|scales its scores",
 }  # fmt: skip
-OTHER = "Others"
+OTHER = "Other reasons"
 
 
 class Result(NamedTuple):
@@ -219,11 +219,11 @@ def page(results: Iterable[Result], kinds: Iterable[str]) -> str:
         "# Model families\n",
         "Look up whether a model of `transformers` runs on Lamina. A program makes this page:",
         "`tests/model_table/make_table.py --write`.\n",
-        "For each causal language model, and the text part of each image-text model, the program builds a tiny one",
-        "with random weights. It compares greedy tokens of `LLM` and of `wrap` with those of `transformers`, in fp32.",
-        'Names are those of `model_type`, with settings after a colon. "Not built" means that transformers could not',
-        'build a tiny model, "not run" that the program has not tried the family yet.\n',
-        f"{versions}: {', '.join(f'{number} {words}' for words, number in counts.items())}.\n",
+        "The program builds a tiny model with random weights for each causal language model, and for the text part",
+        "of each image-text model. It compares greedy tokens of `LLM` and `wrap` with those of transformers, in fp32.",
+        'The lists have values of `model_type`; a word after a colon names a variant of the configuration. "Not built"',
+        'means that transformers could not build a tiny model, "not run" that the program has not tried a model yet.\n',
+        f"Models with {versions}: {', '.join(f'{number} {words}' for words, number in counts.items())}.\n",
         "## The same tokens\n",
         names(of.get(SAME, [])),
         "## Refused\n",

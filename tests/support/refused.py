@@ -89,9 +89,9 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3: each rank has memory workers of its own, as many as the others: use --memory-workers 3 or 6, not 2"),
     ({"tensor_parallel_size": 2, "memory_weights": "2,1"}, "--memory-weights 2,1: memory worker w is rank w mod 2's (--tensor-parallel-size), and every rank must have the same weights in the same order"),
     ({"tensor_parallel_size": 2, "memory_workers": 4, "memory_weights": [2.0, 1.0, 2.0, 1.0]}, "--memory-weights 2,1,2,1: memory worker w is rank w mod 2's (--tensor-parallel-size), and every rank must have the same weights in the same order"),
-    ({"ray_address": "auto", "transport": "emulate+loopback?latency_ms=1"}, "--transport loopback does not go with --launcher ray, because it connects threads of one process, and these workers are elsewhere: leave one out"),
+    ({"ray_address": "auto", "transport": "emulate+loopback?latency_ms=1"}, "--transport loopback does not go with --launcher ray, because it connects threads of one process, and workers are elsewhere: leave one out"),
     ({"launcher": "slurm"}, "--launcher must be one of auto, local, ray, static, not 'slurm'"),
-    ({"launcher": "static", "ray_address": "auto"}, "--cluster does not go with --launcher static, because it is for --launcher ray, unless it is a YAML of hosts: leave one out"),
+    ({"launcher": "static", "ray_address": "auto"}, "--cluster does not go with --launcher static, because without Ray it must be a YAML of hosts: leave one out"),
     ({"ray_address": "auto", "ray_wait_s": -1.0}, "--ray-wait-s must be a number of seconds, not -1.0"),
     ({"ray_address": "auto", "ray_wait_s": float("inf")}, "--ray-wait-s must be a number of seconds, not inf"),
     *(
@@ -106,7 +106,7 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block_sise": 16}, "unknown option 'block_sise'; did you mean block_size?"),
     ({"kv_cache_dtpye": "int8"}, "unknown option 'kv_cache_dtpye'; did you mean kv_cache_dtype?"),
     ({"plan": "fast"}, "--pipeline must be a number, auto, or auto:n for up to n batches, not fast"),
-    ({"plan": "auto", "pipeline": 2}, "--pipeline auto does not go with --pipeline 2 or more, because it chooses the number of batches, of which auto:N sets the most: leave one out"),
+    ({"plan": "auto", "pipeline": 2}, "--pipeline auto does not go with --pipeline 2 or more, because it chooses the number of batches, at most N with auto:N: leave one out"),
     ({"memory_device": "cuda", "attention": "numba"}, "--attention-backend native or numba does not go with --memory-device cuda, because it computes on CPUs: leave one out"),
     ({"attention": "cuda"}, "--attention-backend cuda or flashinfer needs --memory-device cuda or --memory-device auto, because it computes on GPUs: add it, or leave out --attention-backend cuda or flashinfer"),
     ({"plan": "auto:1026"}, "--pipeline auto:n must be at most 1025, not 1026"),
@@ -116,7 +116,7 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"transport": "gin", **late},
-            f"{flag} does not go with --transport gin, because all its channels are made at the start, and no worker joins later: leave one out",
+            f"{flag} does not go with --transport gin, because gin makes all channels at the start, so no worker can join later: leave one out",
         )
         for flag, late in (
             ("--spare-compute", {"spare_compute": 1}),

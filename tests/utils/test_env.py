@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "environment.md"  # which this file writes, if it is run
 HEAD = """# Environment variables
 
-`python tests/utils/test_env.py` writes this page from `lamina/env.py`. A flag overrides the
-variable of the same meaning.
+Look up the environment variables that Lamina reads. A flag overrides the variable of the same
+meaning. `python tests/utils/test_env.py` writes this page from `lamina/env.py`.
 
 """
 GOOD = "0123456789abcdef" * 4

@@ -67,29 +67,31 @@ def _gauge(unit: str, text: str, *labels: str) -> MetricSpec:
 
 METRICS: dict[str, MetricSpec] = {
     # Requests, measured by the server. A prompt with several completions counts once.
-    "time_to_first_token_seconds": _histogram("seconds", "from a request's arrival to its first token", _FIRST),
+    "time_to_first_token_seconds": _histogram("seconds", "time from a request's arrival to its first token", _FIRST),
     "inter_token_latency_seconds": _histogram(
-        "seconds", "between two outputs of a completion, each of one token or more", _BETWEEN
+        "seconds", "time between two outputs of a completion; an output has one or more tokens", _BETWEEN
     ),
     "request_time_per_output_token_seconds": _histogram(
         "seconds", "a request's mean time per token after the first", _BETWEEN
     ),
-    "e2e_request_latency_seconds": _histogram("seconds", "from a request's arrival to its last token", _REQUEST),
+    "e2e_request_latency_seconds": _histogram("seconds", "time from a request's arrival to its last token", _REQUEST),
     "request_queue_time_seconds": _histogram(
-        "seconds", "from a request's arrival to the start of its prefill", _REQUEST
+        "seconds", "time from a request's arrival to the start of its prefill", _REQUEST
     ),
-    "request_prefill_time_seconds": _histogram("seconds", "from the start of prefill to the first token", _REQUEST),
-    "request_decode_time_seconds": _histogram("seconds", "from the first token to the last", _REQUEST),
-    "request_inference_time_seconds": _histogram("seconds", "from the start of prefill to the last token", _REQUEST),
+    "request_prefill_time_seconds": _histogram("seconds", "time from prefill's start to the first token", _REQUEST),
+    "request_decode_time_seconds": _histogram("seconds", "time from the first token to the last", _REQUEST),
+    "request_inference_time_seconds": _histogram("seconds", "time from prefill's start to the last token", _REQUEST),
     "request_prompt_tokens": _histogram("tokens", "length of a prompt", _TOKENS),
-    "request_generation_tokens": _histogram("tokens", "tokens of all completions of a prompt", _TOKENS),
-    "request_max_num_generation_tokens": _histogram("tokens", "tokens of the longest completion of a prompt", _TOKENS),
+    "request_generation_tokens": _histogram("tokens", "generated tokens of all completions of a prompt", _TOKENS),
+    "request_max_num_generation_tokens": _histogram(
+        "tokens", "generated tokens of a prompt's longest completion", _TOKENS
+    ),
     "request_prefill_kv_computed_tokens": _histogram(
         "tokens", "prompt tokens whose KV was computed, not cached", _TOKENS
     ),
     "request_num_preemptions": _histogram("", "preemptions of a prompt's completions", _COUNTS),
-    "request_params_n": _histogram("", "n as requested", _COUNTS),
-    "request_params_max_tokens": _histogram("tokens", "max_tokens as requested", _TOKENS),
+    "request_params_n": _histogram("", "n of a request", _COUNTS),
+    "request_params_max_tokens": _histogram("tokens", "max_tokens of a request", _TOKENS),
     "iteration_tokens_total": _histogram(
         "tokens", "tokens that a step generates, plus all tokens of prompts whose first token it generates", _TOKENS
     ),
@@ -138,15 +140,15 @@ METRICS: dict[str, MetricSpec] = {
         "", "loads and saves that a memory worker could not finish", "worker"),
     "kv_prefetched_pages": _counter(
         "pages", "pages that a memory worker read from its disk before a request needed them", "worker"),
-    "sessions": _gauge("", "sessions by the tier that has their KV", "tier"),
+    "sessions": _gauge("", "sessions by the tier where their KV is", "tier"),
     "session_resumed_turns": _counter(
-        "", "second and later turns of sessions, by the tier where the KV was", "tier"),
+        "", "second and later turns of sessions, by the tier where their KV was", "tier"),
     "session_wait_seconds": _counter(
-        "seconds", "wait of second and later turns for the start of their prefill", "tier"
+        "seconds", "time that second and later turns waited for the start of their prefill", "tier"
     ),
     # KV sparsity.
     "kv_sparse_blocks_in_use": _gauge(
-        "blocks", "KV blocks in use, by layers with full or sparse KV", "layers"),
+        "blocks", "KV blocks in use by layers with full KV, and by layers with sparse KV", "layers"),
     "kv_evicted_by_sparsity_blocks": _counter(
         "blocks", "KV blocks that completions have dropped in each sparse layer"),
     "kv_sparsity_measured_tokens": _gauge(
@@ -160,7 +162,7 @@ METRICS: dict[str, MetricSpec] = {
         "requests", "completions that were computed again with full KV"),
     # Prefill workers and --slo.
     "prefill_replicated_pages": _gauge(
-        "pages", "copies of prompts' pages on prefill workers, beyond each page's first"),
+        "pages", "additional copies of prompts' pages on prefill workers"),
     "prefill_load": _gauge("", "wait in the longest prompt queue, divided by --slo ttft="),
     "decode_load": _gauge("", "the time of a decoding step, divided by --slo tbt="),
     "ttft_samples": _counter(
@@ -178,8 +180,8 @@ METRICS: dict[str, MetricSpec] = {
     ),
     "borrowed_bytes": _gauge("bytes", "memory that other deployments lend this one", "creditor"),
     "borrow_refused": _counter("", "loan requests that creditors refused"),
-    "lent_blocks": _gauge("blocks of 1 MiB", "memory that this deployment has lent, to others or itself", "debtor"),
-    "debt_cycles": _gauge("", "cycles of debts between deployments that the ledger knows"),
+    "lent_blocks": _gauge("blocks of 1 MiB", "memory that this deployment has lent to others or to itself", "debtor"),
+    "debt_cycles": _gauge("", "circles of deployments that owe each other memory, as the ledger knows them"),
     "kv_migrated_bytes": _counter(
         "bytes", "KV that moved between memory workers while streams paused", "reason"),
     "kv_migrated_blocks": _counter(
@@ -187,13 +189,13 @@ METRICS: dict[str, MetricSpec] = {
     # Workers, as they last reported.
     "worker_seconds": _counter(
         "seconds",
-        "a worker's time by activity; wait = waiting for other workers' messages",
+        "a worker's time by activity; wait = waiting for messages of other workers",
         "worker", "activity",
     ),
     "memory_worker_message_bytes": _counter(
-        "bytes", "payload of a memory worker's messages", "worker", "direction"),
+        "bytes", "bytes of a memory worker's messages, by direction", "worker", "direction"),
     "attention_message_bytes": _counter(
-        "bytes", "tensors sent between compute and memory workers, by kind: q, kv, o", "kind"),
+        "bytes", "bytes of tensors between compute and memory workers, by kind: q, kv, o", "kind"),
     "attention_kv_read_bytes": _counter(
         "bytes", "stored K and V that a memory worker's attention has read", "worker"),
     "attention_spilled_kv_read_bytes": _counter(
