@@ -163,10 +163,10 @@ class GraphedProgram:
                 results = each.record((*inputs, *([] if more is None else [send])))
                 inputs = (*results, *_repeated(more or (), rows))
 
-    def clear_graphs(self) -> None:
-        """Discard recorded graphs, which may use channels or ranks that are gone."""
+    def begin_epoch(self) -> None:
+        """Discard the graphs that hold messages or collectives: their channels are gone. Keep all others."""
         for each in self.slices:
-            each.clear_graphs()
+            each.begin_epoch()
 
 
 class GraphedSlice:
@@ -185,7 +185,7 @@ class GraphedSlice:
         recorded. ``buffers``: those of the program, in which it is slice ``number``.
         """
         self._buffers, self._number = buffers or GraphBuffers(), number
-        self._inner, self._capture, self._meetings, self._captures_messages = inner, capture, meetings, joined
+        self._inner, self._capture, self._meetings, self._joined = inner, capture, meetings, joined
         self._known: dict[tuple[int, Any], _PaddedSlice] = {}  # by rows, and by the client whose messages are recorded
         self._refused = False
 
@@ -218,7 +218,7 @@ class GraphedSlice:
                 tape = _SegmentRecorder(self._capture) if kind[1] is None else _MessageRecorder(self._capture, send)
                 own = [self._input(i, x, bucket) for i, x in enumerate(inputs)]
                 self._known[kind] = _PaddedSlice(
-                    self._inner, own, send is not None, tape, self._meetings, self._captures_messages, self._buffers
+                    self._inner, own, send is not None, tape, self._meetings, self._joined, self._buffers
                 )
             except RuntimeError as error:
                 log.warning("a slice cannot be a graph, and runs without: %s", str(error).partition("\n")[0])
@@ -226,9 +226,10 @@ class GraphedSlice:
                 return None
         return self._known[kind]
 
-    def clear_graphs(self) -> None:
-        """Discard the recorded graphs; the next call records new ones."""
-        self._known.clear()
+    def begin_epoch(self) -> None:
+        """Discard the graphs that hold messages or collectives; the next call records new ones."""
+        kept = {} if self._joined else {kind: known for kind, known in self._known.items() if kind[1] is None}
+        self._known = kept
 
     def _input(self, index: int, x: Tensor, bucket: int) -> Tensor:
         """Return the memory of an input. What padding has is of no use, but integers, which may be token ids, must be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,6 +213,45 @@ def test_what_is_recorded_at_the_start_serves_every_step() -> None:
     for rows in (1, 3, 8, 33, 200, MAX_GRAPH_ROWS, 5):
         torch.testing.assert_close(steps(graphed.slices, rows, kept), steps(SLICES, rows, Kept()), atol=1e-5, rtol=1e-5)
     assert capture.graphs == recorded, "nothing is recorded while sequences decode"
-    graphed.clear_graphs()
+
+
+class Recordable(Kept):
+    """Its messages are parts of graphs."""
+
+    recordable = True
+
+    def launching(self) -> Any:
+        return nullcontext(True)
+
+
+class Joined(Doubling):
+    """Its collectives are parts of graphs."""
+
+    recordable = True
+
+    def on_graph_launched(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("client", "group", "stay", "anew"),
+    [(Kept, None, 6, 0), (Kept, Doubling, 6, 0), (Recordable, None, 2, 2), (Kept, Joined, 0, 7)],
+    ids=["messages of hosts", "collectives of hosts", "messages in graphs", "collectives in graphs"],
+)
+def test_an_epoch_keeps_the_graphs_that_hold_no_channel(client: Any, group: Any, stay: int, anew: int) -> None:
+    """The pause of a recovery recorded all of them again: 19 numbers of rows for each slice. The last one sends
+    nothing.
+    """
+    capture, kept = RecordingCapture(), client()
+    program, one = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, 2, 4)
+    graphed = GraphedProgram(SimpleNamespace(slices=SLICES), capture)
+    if group is not None:
+        graphed.slices = [
+            GraphedSlice(inner, capture, *((None, group()) if group is Joined else (GraphableCollective(group()),)))
+            for inner in SLICES
+        ]
+    graphed.record([3, 200], [program, program], [[one], [one]], kept)
+    recorded = capture.graphs
+    graphed.begin_epoch()
+    assert graphed.num_recorded == stay
     steps(graphed.slices, 3, kept)
-    assert capture.graphs > recorded
+    assert capture.graphs - recorded == anew

@@ -36,10 +36,10 @@ class EmulatedProgram:
         ]
         self._inner = program
 
-    def clear_graphs(self) -> None:
-        """Discard recorded graphs, if the real program records them."""
+    def begin_epoch(self) -> None:
+        """Discard graphs of channels that are gone, if the real program records them."""
         if isinstance(self._inner, GraphedProgram):
-            self._inner.clear_graphs()
+            self._inner.begin_epoch()
 
 
 class EmulatedSlice:

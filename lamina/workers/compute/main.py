@@ -129,7 +129,8 @@ class ComputeServer(ModelServer):
                 trace=self.trace,
                 epoch=meeting.epoch,
             )
-        self._record_graphs(attention)
+        if not meeting.kv_bytes:  # else sequences wait: what was not kept is recorded when it first runs
+            self._record_graphs(attention)
         bind = self._bind(meeting, 0) if not start.replica else None
         return self._worker_in_epoch, structs.replace(self.ready_message(cut, bounds, meeting.epoch), bind=bind)
 
@@ -222,7 +223,7 @@ class ComputeServer(ModelServer):
         """Bind the memory workers as replica 0, or join them after the replica before this one has."""
         start, cut, partition = self.start, self._cut, self._cut.partition
         if isinstance(self._program, GraphedProgram | EmulatedProgram):
-            self._program.clear_graphs()
+            self._program.begin_epoch()
         if ring and start.replica:
             ring.wait_for_previous()
         rows = {"max_rows": start.batching.max_rows, "max_len": cut.max_len, "num_batches": start.topology.max_batches}

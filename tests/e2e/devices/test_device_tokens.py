@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
-from stand_in_device import StandIn, stand_in_for_cpu
+from stand_in_device import RecordingCapture, StandIn, stand_in_for_cpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -111,6 +111,32 @@ def test_graphs_draw_the_same_tokens(
         assert [tokens for tokens, _ in some] == [tokens for tokens, _ in wanted]
         if "deterministic" in options:  # only then are all bits promised: shapes are fixed, with graphs and without
             assert some == wanted
+
+
+@pytest.mark.long
+def test_a_pause_records_no_graph_again(
+    llama_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A memory worker leaves, and all connect again: as many graphs as at the start were recorded while all waited."""
+    recorded, end = list[int](), RecordingCapture.end
+    monkeypatch.setattr(RecordingCapture, "end", lambda capture: (recorded.append(1), end(capture))[1])
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    options: dict[str, Any] = {"memory_workers": 2, "transport": "loopback", "gemm": "torch", "kv_memory": "20MiB"}
+    with stand_in_for_cpu(monkeypatch, graphs=True), LLM(str(llama_path), max_num_seqs=8, **options) as llm:
+        wanted = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)]
+        at_start, ids, found = len(recorded), [llm.engine.add(p, greedy) for p in prompts], dict[int, Any]()
+        outcomes = list[Any]()
+        while llm.engine.has_work:
+            found |= {o.request_id: o for o in llm.engine.step()}
+            if len(found) == len(ids) and not outcomes:
+                outcomes.append(None)
+                llm.pools.resizer.begin(llm.pools.resizer.plan(1), ())
+            if (outcome := llm.pools.resizer.take_outcome()) is not None:
+                outcomes.append(outcome)
+    assert [o.error for o in outcomes[1:]] == [""]
+    assert [found[i].outputs[0].token_ids for i in ids] == wanted
+    assert at_start > 100
+    assert len(recorded) == at_start
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
