@@ -131,10 +131,13 @@ class FusedMessages:
     def __init__(
         self, kind: MessageKind, shares: Sequence[tuple[DeviceTransport, Tensor, Sequence[range]]], staging: Staging
     ) -> None:
-        """``shares``: the transports, whose ``fuses_with`` is equal, with the descriptor and the spans of
-        ``DeviceTransport.share``.
+        """``shares``: different transports, whose ``fuses_with`` is equal, with the descriptor and the spans of
+        ``DeviceTransport.share``. Raises ValueError if one comes twice: its messages have an order, and blocks of a
+        launch have none.
         """
         self._transports = [transport for transport, *_ in shares]
+        if len({*self._transports}) < len(shares):
+            raise ValueError("a launch has one message for each channel")
         table = b"".join(transport.share(kind, line, spans) for transport, line, spans in shares)
         host = staging.empty_host(len(table) // 8, dtype=torch.int64)
         bytes_of(host)[:] = table

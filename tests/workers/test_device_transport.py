@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_emulation import EmulatedKernels, emulated, needs_gxx
 from memory_peer import GEOMETRY, LAYERS, WAIT_S, Model, Pool, bind, memory_pool, model, shape
 from stand_in_device import CPU, Recorded, StandIn
 from stand_in_gpu import StandInGpu, stand_in_gpus
@@ -41,7 +42,14 @@ from lamina.workers.compute import device_attention_client
 from lamina.workers.compute.attention_client import AttentionClient, MemoryWorkerClient, RefusedError
 from lamina.workers.compute.device_attention_client import DeviceAttentionClient, open_transports
 from lamina.workers.cuda_graphs import GraphedSlice
-from lamina.workers.device_transport import DeviceTransport, can_use_device_path, message_descriptors
+from lamina.workers.device_transport import (
+    DESCRIPTOR_WORDS,
+    DeviceTransport,
+    FusedMessages,
+    can_use_device_path,
+    message_descriptors,
+)
+from lamina.workers.memory import kv_store
 from lamina.workers.memory.layer_loop.cuda_graph_loop import RoundGraphs
 from lamina.workers.staging import HostStaging, Queue
 
@@ -49,6 +57,9 @@ STEPS: list[tuple[list[SequenceOp], list[RowRange]]] = [
     ([New(1), New(2)], [RowRange(1, 0, 40), RowRange(2, 0, 5)]),
     ([], [RowRange(1, 40, 1), RowRange(2, 5, 20)]),
     ([New(3)], [RowRange(2, 25, 1), RowRange(1, 41, 1), RowRange(3, 0, 33)]),
+]
+DECODING: list[tuple[list[SequenceOp], list[RowRange]]] = [
+    ([], [RowRange(1, 3 + n, 1), RowRange(2, 5 + n, 1)]) for n in range(2)
 ]
 Make = Callable[[], StandInGpu]
 
@@ -152,6 +163,46 @@ def test_a_layer_is_three_launches_however_many_memory_workers(scheme: str, laun
                 counts.append(mine.launches - before + copies.count)
             there.pool.check_errors()
         assert counts == [launches] * len(counts)
+
+
+@needs_gxx
+@pytest.mark.long
+def test_a_layer_is_six_launches_of_a_memory_worker(gpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three messages, attention over what is stored and what is new, and the write of K and V; a plan in a step, too.
+    The kernels are the product's, emulated.
+    """
+    made, backend, layers = list[StandInGpu](), emulated(torch.float32), [shape(4, 2, 64, 64), shape(4, 2, 64, 64)]
+    kernels = backend.kernels
+    assert isinstance(kernels, EmulatedKernels)
+    monkeypatch.setattr(kv_store, "get", lambda *asked: backend)
+    with workers("cuda") as pool:
+        mine = gpu()
+        monkeypatch.setitem(staging.KINDS, "cpu", lambda device: (made.append(gpu()), made[-1])[1])
+        there = direct_model(pool, mine, [1.0], layers)
+        prompts: list[RowRange] = [RowRange(1, 0, 3), RowRange(2, 0, 5)]
+        for number, (ops, rows) in enumerate([([New(1), New(2)], prompts), *DECODING]):
+            messages, computed = sum(x.launches for x in made), kernels.launched.copy()
+            found = there.step(number, ops, rows)
+            there.pool.check_errors()
+            for layer, o in enumerate(found):
+                torch.testing.assert_close(o, there.oracle(rows, layer).float(), atol=1e-4, rtol=1e-4)
+        kernels.launched.subtract(computed)
+        each = {"messages": sum(x.launches for x in made) - messages, **kernels.launched}
+        assert each.pop("lamina_plan") <= 2 * len(layers)
+        assert {name: count / len(layers) for name, count in each.items() if name != "tensor"} == {
+            "messages": 3, "lamina_attend": 2, "lamina_append": 1,
+        }  # fmt: skip
+
+
+def test_a_launch_never_has_two_messages_of_a_channel(gpu: Make) -> None:
+    """They would have no order, and the lock of a channel is entered once in a launch."""
+    with workers("cuda") as pool:
+        mine = gpu()
+        wire = direct_model(pool, mine, [1.0], [shape()]).pool.transports[0]  # type: ignore[attr-defined]
+        line = torch.zeros(DESCRIPTOR_WORDS, dtype=torch.int64)
+        shares = [(wire, line, [range(32)]), (wire, line, [range(32, 64)])]
+        with pytest.raises(ValueError, match="one message for each channel"):
+            FusedMessages(MessageKind.Q, shares, mine)
 
 
 class Sent:

@@ -71,7 +71,8 @@ class DeviceAttentionClient:
         self._descriptors = torch.zeros(num_lines, DESCRIPTOR_WORDS, dtype=torch.int64, device=staging.device)
         fuse = {wire.fuses_with for wire in wires}
         self._fused = list[_FusedLayer]()  # by layer; none if each message is a launch of its own
-        if len(fuse) == 1 and None not in fuse:
+        one_each = all(len({share.transport for share in shares}) == len(shares) for shares in self._shares)
+        if len(fuse) == 1 and None not in fuse and one_each:
             self._fused += map(self._fused_layer, layers, self._shares)
         self._plan: StepPlan | None = None  # the plan of these descriptors
         # Batch -> its last plan, and its descriptors on the host.
