@@ -98,6 +98,7 @@ class TransferTable:
         self._changed, self._peer = changed, peer
         self.under_way: dict[int, Transfer] = {}
         self.last = -1  # the highest number that was begun
+        self.num_copied = 0  # parts, of all transfers
         self._given_up, self._is_stopped = "", False
 
     def begin(self, transfer: Transfer) -> bool:
@@ -121,6 +122,7 @@ class TransferTable:
                 return False
             copy()
             transfer.advance(nbytes)
+            self.num_copied += 1
             if is_done := transfer.next_part is None:
                 self._remove(transfer)
             self._changed.notify_all()

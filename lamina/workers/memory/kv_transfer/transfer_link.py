@@ -164,12 +164,24 @@ class TransferLink:
         return self._incoming.cancel(number)
 
     def wait(self, transfer: Transfer, layer: int = ALL_LAYERS) -> None:
-        """Wait until a transfer has copied all parts up to ``layer``. Raises TransferError."""
-        self._incoming.wait(transfer, layer)
+        """Wait until a transfer has copied all parts up to ``layer``. Raises TransferError. The link is given up once
+        no part of any transfer was copied for as long as a peer may be silent: its threads may not notice it.
+        """
+        silence_s = transfer.silence_s if math.isfinite(transfer.silence_s) else self._silence_s
+        copied = self._num_copied
+        while not self._incoming.wait(transfer, layer, silence_s + self._connect_s + POLL_S):
+            before, copied = copied, self._num_copied
+            if copied == before:
+                self.give_up(why := f"no part was copied for {silence_s:g} s")
+                self._outgoing.fail_all(why)
         if transfer.error is not None:
             raise transfer.error
         if not transfer.has_layer(layer):
             raise self._incoming.error_of(transfer, "the epoch is over")
+
+    @property
+    def _num_copied(self) -> int:
+        return self._incoming.num_copied + self._outgoing.num_copied
 
     def give_up(self, error: str) -> None:
         """Abort the channel, and fail all transfers, also later ones. What is sent in full by now has not failed."""

@@ -214,6 +214,16 @@ def test_a_silent_peer_is_waited_for_no_longer_than_a_limit(pair: Ends) -> None:
         pair.peer.wait_signal(timeout_s=SOON_S)
 
 
+def test_who_waits_does_not_rely_on_the_threads_of_the_link(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None receives before the channel is there, which a peer that is to send by itself may never open."""
+    monkeypatch.setattr(transfer_link, "POLL_S", 0.005)
+    link = linked("peer", SILENCE_S, connect_s=0.01)
+    transfer = link.expect(Transfer(5, into(bytearray(10)), 0.05))
+    with pytest.raises(TransferError, match=r"^no part was copied for 0.05 s \(transfer 5 of peer\)$"):
+        link.wait(transfer)
+    assert link.lost == "no part was copied for 0.05 s"
+
+
 def test_a_peer_that_has_nothing_to_send_may_be_silent(pair: Ends) -> None:
     pair.clock[0] += 1e6
     data = bytearray(5000)
