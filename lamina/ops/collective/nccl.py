@@ -14,7 +14,9 @@ No process group of torch is opened (``init_process_group``): ranks may be threa
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.netstack import ChannelError, PeerFault
+from lamina.netstack import ChannelError, ChannelTimeout, PeerFault
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 
 from . import RankFacts, RankLocation
@@ -34,6 +36,7 @@ from .watchdog import DeviceWatchdog
 # Bytes of a rank. Above, sending and holding all parts on all ranks costs more than summing shares. For two ranks both
 # send the same.
 ONE_SHOT_BYTES = 256 << 10
+OVERTIME_S = 1.0  # seconds after the deadline of the ranks' store, when opening is given up
 LAST_RESORT_S = 30.0  # seconds after the watchdog's deadline, when torch ends the process
 INTERFACE = "NCCL_SOCKET_IFNAME"  # a variable of NCCL
 
@@ -173,6 +176,7 @@ def open_collective(mesh: MeshCollective, at: RankLocation) -> NcclCollective:
         os.environ.setdefault(INTERFACE, "lo")
 
     def make(store: Any) -> Any:
+        torch.cuda.set_device(at.device)  # of the thread that opens
         kind: Any = torch._C._distributed_c10d.ProcessGroupNCCL
         options = kind.Options()
         options._timeout = timedelta(seconds=at.step_timeout_s + LAST_RESORT_S)
@@ -190,14 +194,38 @@ def open_group(mesh: MeshCollective, at: RankLocation, make: Callable[[Any], Any
     from .rendezvous_store import MeshStore  # only imported where torch has process groups
 
     store = MeshStore(mesh, at.start_timeout_s)
-    try:
+
+    def meet() -> Any:
         group = make(store)
         store.close()
+        return group
+
+    try:
+        group = _within(meet, at.start_timeout_s + OVERTIME_S)
+    except TimeoutError:
+        said = f"its connections to other ranks did not open within {at.start_timeout_s:g} s"
+        raise ChannelTimeout(f"rank {mesh.rank}: {said}: one of them is stopped, or a network drops packets") from None
     except ChannelError:
         raise
     except RuntimeError as error:  # raised by the library
         raise failed(mesh, error) from error
     return Opened(group, store)
+
+
+def _within(call: Callable[[], Any], seconds: float) -> Any:
+    """Return what ``call`` does, or raise TimeoutError. It runs on a thread of its own, which is then left behind: a
+    library that waits for a rank cannot be interrupted.
+    """
+    result = Future[Any]()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="lamina-meet", daemon=True).start()
+    return result.result(seconds)
 
 
 def failed(mesh: MeshCollective, error: RuntimeError) -> ChannelError:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from meshes import WAIT_S, on_all
 
 from lamina.netstack import ChannelError, ChannelTimeout, PeerFault
+from lamina.ops.collective import RankLocation, nccl
 from lamina.ops.collective.mesh import MeshCollective
 from lamina.ops.collective.rendezvous_store import MeshStore
 
@@ -39,6 +43,23 @@ def test_a_rank_that_sets_and_never_asks_is_heard() -> None:
         return found
 
     assert on_all(3, work) == [b"", b"unique", b"unique"]
+
+
+def test_a_library_that_waits_for_a_rank_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL connects eagerly, and has no deadline of its own."""
+    monkeypatch.setattr(nccl, "OVERTIME_S", 0.0)
+    over = threading.Event()
+
+    def waits(mesh: MeshCollective) -> None:
+        with pytest.raises(ChannelTimeout, match=rf"rank {mesh.rank}: its connections to other ranks did not open"):
+            nccl.open_group(mesh, RankLocation(torch.device("cpu"), 0.2, WAIT_S), lambda store: over.wait(WAIT_S))
+
+    start = time.monotonic()
+    try:
+        on_all(2, waits)
+        assert time.monotonic() - start < WAIT_S / 2
+    finally:
+        over.set()
 
 
 def test_a_key_that_nobody_tells_is_not_waited_for_for_ever() -> None:
