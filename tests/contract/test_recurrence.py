@@ -323,6 +323,15 @@ def test_decays_of_all_sizes(entry: str) -> None:
         assert error(found, row) < BOUND
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "bamba"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_inputs_go_by_name(entry: str, name: str) -> None:
+    """In any order: g and beta of a gated delta rule have the same shape, and dt of Mamba-2 is not x."""
+    layer = make_layer(SPECS[name], 8)
+    turned = layer._replace(inputs=dict(reversed(layer.inputs.items())))
+    assert torch.equal(alone(open_entry(entry), turned)[0], alone(open_entry(entry), layer)[0])
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_operands_that_do_not_fit(entry: str) -> None:
     spec, backend = SPECS["bamba"], open_entry(entry)

@@ -98,7 +98,8 @@ class CudaRecurrence(RecurrenceBackend):
             raise ValueError(
                 f"recurrence backend 'cuda' takes keys of up to {MAX_SHARED // FLOAT_BYTES // (LANES + 3)}"
             )
-        own, (x, *others) = self._layer(spec, static), (t.float().contiguous() for t in inputs.values())
+        own = self._layer(spec, static)
+        x, *others = (inputs[name].float().contiguous() for name in spec.input_columns)
         gate, beta = [*others, None, None][:2]
         out = torch.zeros(rows, spec.output_columns, dtype=torch.float32, device=states.device)
         parts = -(-spec.heads // LANES) if spec.kind == "convolution" else spec.heads * -(-spec.value_dim // LANES)

@@ -63,7 +63,7 @@ class NativeRecurrence(RecurrenceBackend):
         operands = self._operands.get(id(static))
         if operands is None or (operands.spec is not spec and operands.spec != spec):
             operands = self._keep(spec, static)
-        x, *others = (_in_rows(t) for t in inputs.values())
+        x, *others = (_in_rows(inputs[name]) for name in spec.input_columns)
         out = torch.empty(rows, spec.output_columns, dtype=x.dtype)
         addresses = [number for t in (x, *others) for number in (t.data_ptr(), TYPES[t.dtype], t.stride(0))]
         addresses += [0, 0, 0] * (2 - len(others))
