@@ -371,6 +371,22 @@ def test_of_scores_far_apart_the_highest_takes_all(name: str, scale: float) -> N
     assert error(out, oracle(case)) < DTYPES[torch.bfloat16]
 
 
+@backends
+@pytest.mark.parametrize("score", [-22.0, 0.0, 22.0])
+def test_values_up_to_a_bound_do_not_overflow(name: str, score: float) -> None:
+    """Before o is divided, weights of pairs of bf16 are e^22 at most, and a chunk adds up 128 of them. Values above the
+    bound, of 6e26, may make o infinite, which ends the request with an error; fp64 has no such bound.
+    """
+    case = Case(((300, 1), (128, 5)), operator(4, 1, 64, scale=1.0), torch.bfloat16)
+    tensors = case.own_tensors()
+    for q, k, v in tensors:
+        q.zero_()[..., 0], k.zero_()[..., 0] = score, 1.0
+        v.sign_().mul_(2.0**89)
+        v[::2].abs_()
+    out, *_ = run(opened(name, case.dtype), case, tensors)
+    assert error(out / 2.0**89, oracle(case, case.meant(tensors)) / 2.0**89) < DTYPES[torch.bfloat16]
+
+
 @pytest.mark.long(but=["emulate", "native", "reference", "native, portable"])
 @backends
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
