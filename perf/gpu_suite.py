@@ -62,7 +62,7 @@ class Part(NamedTuple):
 def parts() -> dict[str, Part]:
     """Return all parts in their order. Their limits add up to less than ten minutes."""
     attention = "csrc/attention/cuda; tests/ops/attention runs the same kernels on a CPU"
-    network = "csrc/netstack; tests/netstack/gpu runs the same kernels on a CPU"
+    netstack = "csrc/netstack; tests/netstack/gpu runs the same kernels on a CPU"
     return {
         "build": Part(build, 80, "log.txt for the compiler's words; carry what is named as missing", False),
         "machine": Part(machine, 20, "lamina-launch doctor names the fix of each line", False),
@@ -73,8 +73,8 @@ def parts() -> dict[str, Part]:
         "attention": Part(lambda: module("gpu.attention").attention(), 40, attention),
         "decode": Part(decode, 75, "the contender whose line has no tokens_s; try it alone with --parts decode"),
         "graph": Part(lambda: module("gpu.attention").graph(1000), 15, attention),
-        "transports": Part(transports, 50, network),
-        "network": Part(lambda: module("gpu.network").network(1000), 35, network),
+        "transports": Part(transports, 50, netstack),
+        "network": Part(network, 35, netstack),
         "launches": Part(lambda: module("gpu.attention").launches(), 10, attention),
         "eight bits": Part(lambda: module("gpu.attention").eight_bits(), 15, attention),
         "contract": Part(contract, 30, attention),
@@ -303,6 +303,7 @@ def machine() -> Result:
 
 def pytest(*arguments: str, limit_s: float) -> Result:
     """A run of tests in a process of its own. A dry run collects them, as they need the GPU."""
+    limit_s *= DRY_FACTOR if is_dry() else 1.0
     options = ["-rs", "-p", "no:cacheprovider", *(["--collect-only", "-q"] if is_dry() else [])]
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     try:
@@ -325,7 +326,14 @@ def compile_kernels() -> Result:
     if torch.cuda.is_available():
         architecture = "".join(map(str, torch.cuda.get_device_capability()))
     tests = "tests/ops/attention/test_cuda_compile.py", "tests/netstack/gpu/test_kernels.py"
-    return {"architecture": architecture, **pytest(*tests, "-k", architecture, limit_s=50 if not is_dry() else 200)}
+    return {"architecture": architecture, **pytest(*tests, "-k", architecture, limit_s=50)}
+
+
+def network() -> Result:
+    """Kernels that send and receive, against software NICs."""
+    count, rounds = (40, 4) if is_dry() else (1000, 300)
+    figures: Result = module("gpu.network").network(count, rounds)
+    return figures
 
 
 def transports() -> Result:

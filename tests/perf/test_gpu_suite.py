@@ -21,6 +21,8 @@ from gpu import collective  # noqa: E402
 CPU = torch.device("cpu")
 SUPPORT = [ROOT, ROOT / "tests/support", ROOT / "tests/support/devices"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SUPPORT))}
+# It would build beside other tests; tests/e2e/devices/test_gpu_decode.py has the others.
+ELSEWHERE = ("build", "tokens", "decode")
 COLLECTIVE_NCCL = "lamina.ops.collective.nccl.open_collective"
 WITHOUT = """
 import sys
@@ -101,6 +103,20 @@ def test_what_hangs_or_dies_is_a_line_of_the_report_and_the_others_run(tmp_path:
         "## To mend: fails", "## To mend: dies", "## To mend: hangs",
     ]  # fmt: skip
     assert "3 of 6 parts without an error" in report
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in gpu_suite.parts() if name not in ELSEWHERE])
+def test_each_part_has_no_fault_of_its_own(name: str, tmp_path: Path) -> None:
+    """On the stand-ins, as --dry-run runs them one after another."""
+    command = [sys.executable, str(ROOT / "perf/gpu_suite.py"), "--dry-run", "--parts", name, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, (tmp_path / "log.txt").read_text()[-3000:]
+    (found,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert found.pop("part") == name
+    assert {"error", "skipped"}.isdisjoint(found)
+    assert set(found) > {"seconds"}, "nothing was found"
 
 
 @pytest.mark.long
