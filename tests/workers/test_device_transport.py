@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import memory_peer
 import pytest
 import torch
 from cuda_emulation import EmulatedKernels, emulated, needs_gxx
@@ -174,7 +175,8 @@ def test_a_layer_is_six_launches_of_a_memory_worker(gpu: Make, monkeypatch: pyte
     made, backend, layers = list[StandInGpu](), emulated(torch.float32), [shape(4, 2, 64, 64), shape(4, 2, 64, 64)]
     kernels = backend.kernels
     assert isinstance(kernels, EmulatedKernels)
-    monkeypatch.setattr(kv_store, "get", lambda *asked: backend)
+    for module in (kv_store, memory_peer):
+        monkeypatch.setattr(module, "get", lambda *asked: backend)
     with workers("cuda") as pool:
         mine = gpu()
         monkeypatch.setitem(staging.KINDS, "cpu", lambda device: (made.append(gpu()), made[-1])[1])
