@@ -21,7 +21,7 @@ from gpu import collective  # noqa: E402
 CPU = torch.device("cpu")
 SUPPORT = [ROOT, ROOT / "tests/support", ROOT / "tests/support/devices"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SUPPORT))}
-# It would build beside other tests; tests/e2e/devices/test_gpu_decode.py has the others.
+# It would build while other tests run; tests/e2e/devices/test_gpu_decode.py has the others.
 ELSEWHERE = ("build", "tokens", "decode")
 COLLECTIVE_NCCL = "lamina.ops.collective.nccl.open_collective"
 WITHOUT = """

@@ -213,7 +213,7 @@ def open_group(mesh: MeshCollective, at: RankLocation, make: Callable[[Any], Any
 
 
 def _within(call: Callable[[], Any], seconds: float) -> Any:
-    """Return what ``call`` does, or raise TimeoutError. It runs on a thread of its own, which is then left behind: a
+    """Return what ``call`` does, or raise TimeoutError. It runs on a thread of its own, which may outlive this call: a
     library that waits for a rank cannot be interrupted.
     """
     result = Future[Any]()
