@@ -18,7 +18,7 @@ from running import Running
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ("openai-python", "openai-node", "langchain-openai", "litellm", "llm", "lm-eval", "guidellm", "aiperf",
            "vllm bench", "transformers chat", "schemathesis", "llama-index", "instructor", "pydantic-ai",
-           "ai-sdk")  # fmt: skip
+           "ai-sdk", "aider")  # fmt: skip
 INSTALL_S, RUN_S = 1500, 900
 _tried: set[str] = set()
 _ran: set[str] = set()

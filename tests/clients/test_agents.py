@@ -29,6 +29,7 @@ SCRIPTS = {
     "json": json.dumps(PARIS),
     "think": "<think>\nShort days.\n</think>\n\nIt rains.",
     "after": AFTER,
+    "edit": "hello.py\n```\nprint('after')\n```\n",
 }
 BOTH = [PARIS, OSLO]
 
@@ -124,6 +125,19 @@ def test_pydantic_ai(urls: tuple[str, str], environment: Environment, run: Run) 
     python = environment("pydantic-ai", "pydantic-ai-slim[openai]") / "python"
     found = json.loads(run(python, "-c", programs.PYDANTIC_AI, *urls))
     check(found, {"prompted": PARIS, "after": AFTER, "calls": [OSLO, PARIS], "streamed": AFTER})
+
+
+@pytest.mark.client("aider")
+def test_aider_edits_a_file(urls: tuple[str, str], environment: Environment, run: Run, tmp_path: Path) -> None:
+    program = environment("aider", "aider-chat") / "aider"
+    (tmp_path / "hello.py").write_text("print('before')\n")
+    quiet = ("--no-git", "--yes-always", "--no-check-update", "--no-show-model-warnings", "--no-analytics",
+             "--no-show-release-notes", "--map-tokens=0")  # fmt: skip
+    out = run(
+        program, *quiet, "--model=openai/tiny", f"--openai-api-base={urls[1]}", "--openai-api-key=none",
+        "--edit-format=whole", "--message=@edit this file", "hello.py", LITELLM_LOCAL_MODEL_COST_MAP="True",
+    )  # fmt: skip
+    assert (tmp_path / "hello.py").read_text() == "print('after')\n", out
 
 
 def run_in_node(program: str, urls: tuple[str, str], folder: Path, run: Run, *packages: str) -> dict[str, Any]:
