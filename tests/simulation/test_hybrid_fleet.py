@@ -21,7 +21,13 @@ from lamina.workers.memory.state_store import StateStore
 from simulation.play import is_broken
 from simulation.whole.process import DIES
 from simulation.whole.run import check_fleet
-from simulation.whole.scenario import FleetScenario, Strike, hybrid_fleet, prefilled_hybrid_fleet
+from simulation.whole.scenario import (
+    FleetScenario,
+    Strike,
+    changing_hybrid_fleet,
+    hybrid_fleet,
+    prefilled_hybrid_fleet,
+)
 
 PARTS, SEEDS, MANY = 2, 4, 60
 Mistake = Callable[[pytest.MonkeyPatch], None]
@@ -62,6 +68,21 @@ def test_every_stream_goes_on_with_prefill_workers() -> None:
 def test_every_stream_of_many_goes_on_with_prefill_workers() -> None:
     played = [check_fleet(prefilled_hybrid_fleet(seed)) for seed in range(SEEDS, MANY)]
     assert sum(one.deaths for one in played)
+
+
+@pytest.mark.long
+def test_every_stream_goes_on_while_memory_workers_come_and_go() -> None:
+    played = [check_fleet(changing_hybrid_fleet(seed)) for seed in range(SEEDS)]
+    assert sum(one.changes for one in played)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_stream_of_many_goes_on_while_memory_workers_come_and_go() -> None:
+    played = [check_fleet(changing_hybrid_fleet(seed)) for seed in range(SEEDS, MANY)]
+    assert sum(one.changes for one in played)
+    assert sum(one.deaths for one in played)
+    assert sum(one.preemptions for one in played)
 
 
 @pytest.mark.parametrize("comes", [True, False])

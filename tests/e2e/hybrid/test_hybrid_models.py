@@ -51,11 +51,3 @@ def test_tokens_are_those_of_transformers(name: str, options: dict[str, Any]) ->
 def test_states_matter_to_the_tokens(name: str) -> None:
     model, text = build_hybrid(name), TEXTS[2]
     assert greedy_without_states(model, text, COUNT) != greedy(model, text, COUNT)
-
-
-@pytest.mark.slow
-def test_preempted_requests_are_computed_again() -> None:
-    model = build_hybrid("bamba")
-    options = {"memory_workers": 2, "transport": "loopback", "kv_memory": "5MiB", "max_num_seqs": 4}
-    expected = [greedy(model, text, COUNT) for text in TEXTS]
-    assert tokens_of(model, **options) == expected

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models.hybrids import HYBRIDS, build_hybrid, greedy, prompts
+from support.models.hybrids import HYBRIDS, build_hybrid, greedy, prompts, reused
 
 from lamina import LLM, SamplingParams
 from lamina.engine.scheduler_factory import check_kv_capacity
@@ -79,7 +79,8 @@ def check_moves(name: str, **options: Any) -> None:
         turns = [[*text, *answer, 7, 8, 9] for text, answer in zip((FIRST, SECOND), answers, strict=True)]
         assert run(llm, (), turns)[0] == [greedy(model, text, COUNT) for text in turns]
         more = llm.engine.scheduler.features[PrefixCache].num_hit_tokens - hits
-        assert more == sum(len(turn) - 4 for turn in turns), "snapshots where turns ended have moved, too"
+        due = sum(reused(name, len(text), COUNT) for text in (FIRST, SECOND))
+        assert more == due, "snapshots where turns ended have moved, too"
 
 
 @pytest.mark.long(but=["request"])

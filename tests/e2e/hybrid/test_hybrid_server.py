@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from running import ROOT, Running, alive, eventually
-from support.models.hybrids import build_hybrid, greedy, greedy_without_states, prompts
+from support.models.hybrids import HYBRIDS, build_hybrid, greedy, greedy_without_states, prompts
 
 from lamina.cli.launch import main
 
@@ -25,7 +25,6 @@ COUNT = 60
 KEY = "the-operator"
 TEXTS = prompts(5, 60, 33)
 MODULES = {"engine": "server.engine_client.engine_process"}
-NAMES = ["bamba", "qwen3_next", "falcon_h1", "lfm2", "kimi_linear"]
 
 
 def save(name: str, path: Path) -> Any:
@@ -152,8 +151,14 @@ def test_streams_have_their_tokens_while_memory_workers_come_and_go(partition: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["head", "request"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(HYBRIDS))
 def test_streams_have_their_tokens_after_deaths_in_all_families(name: str, partition: str, tmp_path: Path) -> None:
     check_deaths(
         name, tmp_path, "--memory-workers=2", f"--partition={partition}", "--transport=tcp", "--prefill-chunk=16"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(HYBRIDS))
+def test_streams_have_their_tokens_while_memory_workers_of_all_families_come_and_go(name: str, tmp_path: Path) -> None:
+    check_scaling(name, tmp_path, "--partition=head", "--transport=tcp", "--prefill-chunk=16")

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from running import ROOT, Running
-from support.models.hybrids import HYBRIDS, build_hybrid, greedy, prompts
+from support.models.hybrids import HYBRIDS, build_hybrid, each_hybrid, greedy, prompts, reused
 
 from lamina import LLM, SamplingParams
 from lamina.engine.scheduler_factory import check_kv_capacity
@@ -72,8 +72,8 @@ def check_storage(name: str, **options: Any) -> None:
         replicas = options.get("pipeline", 1)
         assert total(llm, "rows", "compute") - rows <= replicas * (3 + COUNT), "no token before it was computed"
         forget_pool(llm)
-        turn = [*FIRST, *answer, 5, 6]
-        assert serve(llm, turn) == (greedy(model, turn, COUNT), len(FIRST) + COUNT - 1), "and at the turn's end"
+        turn, kept = [*FIRST, *answer, 5, 6], reused(name, len(FIRST), COUNT)
+        assert serve(llm, turn) == (greedy(model, turn, COUNT), kept), "and at the turn's end"
         forget_pool(llm)
         found = list[int]()
         for text in TEXTS:
@@ -254,9 +254,9 @@ def ask(server: Running, text: list[int], **more: Any) -> tuple[list[int], int]:
     return answer["choices"][0]["token_ids"], details.get("cached_tokens", 0)
 
 
-@pytest.mark.long
-def test_a_session_goes_on_after_the_server_was_restarted(tmp_path: Path) -> None:
-    model = build_hybrid("qwen3_next")
+@each_hybrid("qwen3_next")
+def test_a_session_goes_on_after_the_server_was_restarted(name: str, tmp_path: Path) -> None:
+    model = build_hybrid(name)
     model.save_pretrained(tmp_path / "model")
     for file in (ROOT / "examples" / "tiny_lm" / "model").glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")
@@ -273,4 +273,4 @@ def test_a_session_goes_on_after_the_server_was_restarted(tmp_path: Path) -> Non
         more, cached = ask(server, turn, session_id="mine")
     finally:
         server.kill()
-    assert (more, cached) == (greedy(model, turn, COUNT), len(FIRST) + COUNT - 1)
+    assert (more, cached) == (greedy(model, turn, COUNT), reused(name, len(FIRST), COUNT))

@@ -144,6 +144,18 @@ def prefilled_hybrid_fleet(seed: int) -> FleetScenario:
     return replace(of, options=options, hits=_hits(rng, _places(options)))
 
 
+def changing_hybrid_fleet(seed: int) -> FleetScenario:
+    """The ``hybrid_fleet`` of ``seed``, whose memory workers come and go."""
+    of, rng = hybrid_fleet(seed), random.Random(f"changing {seed}")
+    changes, there = list[FleetChange](), of.options["memory_workers"]
+    for at_s in sorted(rng.uniform(0.0, 0.2) for _ in range(rng.choice((1, 2)))):
+        workers = rng.randint(1, 4)
+        leaving = tuple(rng.sample(range(there), there - workers)) if workers < there else ()
+        changes.append(FleetChange(at_s, workers, leaving))
+        there = workers
+    return replace(of, changes=tuple(changes))
+
+
 def moving_fleet(seed: int) -> FleetScenario:
     """The scenario of ``seed``, with what both others lack. Sequences leave memory workers one by one, stripes on loan
     go home, several stages compute prompts, and there are spares. Memory workers also have other work.

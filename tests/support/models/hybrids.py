@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from .families import VOCAB, enlarge
@@ -53,6 +54,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def each_hybrid(early: str) -> pytest.MarkDecorator:
+    """A test of every model by its ``name``, which is slow for all but ``early``: for that one it is long."""
+    marks = {name: pytest.mark.long if name == early else pytest.mark.slow for name in sorted(HYBRIDS)}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
 def build_hybrid(name: str, **changes: Any) -> Any:
     """Return the model in fp32 and evaluation mode, the same on every call. ``changes``: of its configuration."""
     import transformers
@@ -67,6 +74,13 @@ def build_hybrid(name: str, **changes: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def reused(name: str, prompt: int, answer: int) -> int:
+    """Return how many tokens of a turn have states for the next one. The last has none; where answers are computed in
+    another way than prompts, no token of an answer has.
+    """
+    return prompt if name == "nemotron_h" else prompt + answer - 1
+
+
 def prompts(*lengths: int) -> list[list[int]]:
     """Return random prompts of these lengths, the same on every call."""
     draw = torch.Generator().manual_seed(1)
@@ -75,8 +89,10 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """Return transformers' own tokens, by its cache."""
-    out = model.generate(torch.tensor([[*prompt]]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+    """Return transformers' own tokens, by its cache. Without a mask it would take some tokens for padding."""
+    ids = torch.tensor([[*prompt]])
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return list(map(int, out[0, len(prompt) :]))
 
 
