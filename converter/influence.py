@@ -75,7 +75,8 @@ def _value(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
         written = known.get(node.args[1])  # type: ignore[arg-type]
         return None if written is None else written.expand(shape)
     if is_pointwise(node):
-        inputs = [known[a] for a in node.all_input_nodes if isinstance(known.get(a), Tensor)]
+        read = node.all_input_nodes[:1] if name in _CASTS else node.all_input_nodes  # ``type_as``: the second's dtype
+        inputs = [known[a] for a in read if isinstance(known.get(a), Tensor)]
         return sum((x.expand(shape) for x in inputs), torch.zeros(shape))
     return _all_of(node, known, result)
 

@@ -43,6 +43,7 @@ def read_by(step: Callable[[Tensor], Tensor], output: int) -> list[int]:
         (lambda x: x.view(1, 2, 4) * torch.rsqrt(x.view(1, 2, 4).pow(2).mean(-1, keepdim=True)), 6, [4, 5, 6, 7]),
         (lambda x: torch.zeros(1, 8) + x.split([3, 5], -1)[1].sum(-1, keepdim=True), 0, [3, 4, 5, 6, 7]),
         (lambda x: x @ torch.ones(8, 2), 1, [*range(8)]),
+        (lambda x: x[:, :2].double().type_as(x), 1, [1]),
     ],
 )
 def test_a_number_may_depend_on(step: Callable[[Tensor], Tensor], output: int, expected: list[int]) -> None:
