@@ -16,7 +16,7 @@ import torch
 
 from lamina.config.flat_options import make_config
 from lamina.engine.engine import Engine
-from lamina.engine.evacuation import Evacuation
+from lamina.engine.evacuation import evacuation_of
 from lamina.engine.scheduler_factory import check_kv_capacity
 from lamina.executor.worker_executor import WorkerExecutor
 from lamina.netstack import HERE
@@ -223,8 +223,7 @@ class FleetPlay(Play):
                 change = elastic.plan(asked.workers)
                 check_kv_capacity(engine.scheduler, engine.worker_info, change.capacity)
                 gone = asked.leaving or range(asked.workers, len(self._pools.memory))
-                exits = Evacuation(engine, gone) if engine.config.migrates_sequences and gone else None
-                elastic.begin(change, asked.leaving, leaves_by_itself=exits)
+                elastic.begin(change, asked.leaving, leaves_by_itself=evacuation_of(engine, gone))
 
     def _wait_until(self, at_s: float) -> None:
         self._baton.sleep(at_s - self._clock.now)
