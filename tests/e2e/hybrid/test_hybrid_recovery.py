@@ -14,7 +14,7 @@ from support.models.hybrids import HYBRIDS, build_hybrid, greedy, prompts
 
 from lamina import LLM, SamplingParams
 
-pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.slow, pytest.mark.timeout(300)]
 COUNT = 40
 TEXTS = prompts(5, 60, 33, 1, 90)
 
