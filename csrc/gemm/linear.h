@@ -78,7 +78,7 @@ struct Kernel {
   void (*columns)(const Problem&, std::size_t begin, std::size_t end, float* scratch);
 };
 
-// An order of weights by which a variant is faster. Results have the same bits.
+// An order of weights by which a variant is faster. Results have the same bits, but a NaN may be another NaN.
 struct Packing {
   Kernel kernel;  // for w in this order
   std::size_t (*bytes)(std::size_t cols, std::size_t k_size);

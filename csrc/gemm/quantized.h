@@ -5,8 +5,8 @@
 // - sum: a block's products in the order k1 k0 k3 k2 k5 k4 ..., each added with one rounding;
 // - y = fma(scale, sum, y), then y = fma(offset, sum of x, y), for one block after the other.
 //
-// Every instruction set does this for every number of rows, so results have the same bits. AVX512-BF16 alone takes
-// numbers below 2^-126 in magnitude for zeros.
+// Every instruction set does this for every number of rows, so numbers have the same bits; a NaN may be another NaN.
+// AVX512-BF16 alone takes numbers below 2^-126 in magnitude for zeros.
 //
 // Form::int8_x: each row of x becomes scale_x * q_x first, and all products and sums of q and q_x are exact int32.
 // - scale_x = (largest magnitude of the row) / 127.5, rounded to fp32, as compressed-tensors has it.

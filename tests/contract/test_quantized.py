@@ -279,8 +279,11 @@ CODES, SCALES = torch.zeros(4, 96, dtype=torch.uint8), torch.ones(4, 3)
         ((CODES, SCALES, SCALES.half()), "offsets must be fp32, bf16 or fp16, and of one dtype, not torch.float16"),
         ((CODES, SCALES, SCALES[:, :1]), r"offsets \(4, 1\) do not fit codes \(4, 96\)"),
         ((CODES, SCALES[:3]), r"scales \(3, 3\) do not fit codes \(4, 96\)"),
-        ((CODES, SCALES[:, :2]), r"by channel or by groups of 32, 64, 128, not as \(4, 2\) scales of \(4, 96\) codes"),
-        ((CODES, torch.ones(4, 6)), "by channel or by groups of 32, 64, 128"),
+        (
+            (CODES, SCALES[:, :2]),
+            r"by channel or by groups of 16, 32, 64, 128, not as \(4, 2\) scales of \(4, 96\) codes",
+        ),
+        ((CODES, torch.ones(4, 12)), "by channel or by groups of 16, 32, 64, 128"),
         ((CODES.char(), torch.ones(4, 0)), "by channel or by groups of 16, 32, 128"),
         ((CODES, SCALES, None, (0.1,) * 16), "a code of 4 bits stands for one of 16 numbers that bf16 can hold"),
     ],

@@ -19,7 +19,7 @@ from .scaled_floats import FP8, scaled_float
 if TYPE_CHECKING:
     from lamina.models.checkpoint import StoredWeight
 
-_FORMATS = {
+WEIGHT_FORMATS = {
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized",
     "nvfp4-pack-quantized", "mixed-precision", "dense",
 }  # fmt: skip
@@ -42,7 +42,7 @@ class CompressedTensors:
         groups = settings.get("config_groups")
         schemes = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
         names = {str(each["format"]) for each in (settings, *schemes) if each.get("format") is not None}
-        if strange := sorted(names - _FORMATS):
+        if strange := sorted(names - WEIGHT_FORMATS):
             raise UnsupportedModelError(
                 f"compressed-tensors: the format {strange[0]} is not read: use pack-quantized, int-quantized, "
                 f"float-quantized, or one of MXFP4 or NVFP4"
@@ -205,5 +205,4 @@ def _fp4(base: str, parts: tuple[str, ...], stored: Mapping[str, StoredWeight]) 
             scales = scales / divisor.float().reshape(())
         return GroupedCodes(unpack_nibbles(read(packed.name)), scales, values=E2M1)
 
-    kept = codes if group == 32 else None
-    return QuantizedTensor(f"{base}.weight", (columns, size), parts, lambda read: codes(read).dequantized(), kept)
+    return QuantizedTensor(f"{base}.weight", (columns, size), parts, lambda read: codes(read).dequantized(), codes)

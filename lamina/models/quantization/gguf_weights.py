@@ -25,7 +25,7 @@ from .gguf_blocks import PACKED, grouped_codes
 from .gguf_file import check_file, parts_of
 from .grouped_codes import GroupedCodes, joined
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MOST_ITEMS = 10_000  # of an array that has a value for each layer; larger ones are vocabularies
 _TOKENS = "tokenizer.ggml.tokens"
 _LOCK = threading.Lock()  # held by each reader of gguf.GGUFReader, which _settings replaces for a time
@@ -53,7 +53,7 @@ def read_config(path: Path) -> Any:
     except Exception as error:  # any class, as architectures have their own checks
         raise ModelError(f"{path} has no valid configuration: {one_line(error)}") from error
     kinds = {tensor.tensor_type.name for tensor in _reader(path, _stamp(path)).tensors if len(tensor.shape) > 1}
-    plain = [_FLOATS[name] for name in _FLOATS if name in kinds] if kinds <= _FLOATS.keys() else []
+    plain = [FLOATS[name] for name in FLOATS if name in kinds] if kinds <= FLOATS.keys() else []
     config.dtype = plain[0] if len(plain) == 1 else torch.bfloat16
     return config
 
@@ -114,8 +114,8 @@ def _reader(path: Path, stamp: Stamp) -> _Header:
             raise ModelError(f"{part} is truncated or corrupt, fetch it again: {one_line(error)}") from error
     reader = _Header(readers[0].fields, [tensor for each in readers for tensor in each.tensors])
     _check_parts(parts, [each.fields for each in readers], [tensor.name for tensor in reader.tensors])
-    if strange := next((t for t in reader.tensors if t.tensor_type.name not in {*_FLOATS, *PACKED}), None):
-        known = ", ".join(sorted({*_FLOATS, *PACKED}))
+    if strange := next((t for t in reader.tensors if t.tensor_type.name not in {*FLOATS, *PACKED}), None):
+        known = ", ".join(sorted({*FLOATS, *PACKED}))
         raise UnsupportedModelError(f"{path}: {strange.name} is {strange.tensor_type.name}; read are {known}")
     return reader
 

@@ -17,18 +17,18 @@ from .grouped_codes import GroupedCodes, by_groups, check_scales, unpack_int32
 if TYPE_CHECKING:
     from lamina.models.checkpoint import StoredWeight
 
-_ADDED = {"gptq": 1, "gptq_v2": 0}  # to stored zero points, by checkpoint_format
-_BITS = (4, 8)
+ADDED = {"gptq": 1, "gptq_v2": 0}  # to stored zero points, by checkpoint_format
+BITS = (4, 8)
 
 
 def open_format(settings: dict[str, Any]) -> PostTraining:
     """Return the format of a quantization_config. Raises UnsupportedModelError."""
     bits, version = settings.get("bits", 4), settings.get("checkpoint_format") or "gptq"
-    if bits not in _BITS or version not in list(_ADDED):
+    if bits not in BITS or version not in list(ADDED):
         raise UnsupportedModelError(
             f"gptq: {bits} bits of the checkpoint_format {version} are not read: use 4 or 8 bits of gptq or gptq_v2"
         )
-    return PostTraining(bits, _ADDED[version], by_activation=bool(settings.get("desc_act")))
+    return PostTraining(bits, ADDED[version], by_activation=bool(settings.get("desc_act")))
 
 
 class PostTraining:
@@ -55,7 +55,7 @@ class PostTraining:
         bits = words * 32 // size if size else 0  # a checkpoint may have layers of other bits than most
         groups = scales.shape[0] if scales.shape else 0
         fits = (
-            bits in _BITS
+            bits in BITS
             and (order is None or order.shape == (size,))
             and groups
             and columns

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from lamina.models.errors import ModelError, UnsupportedModelError
 
 from . import QuantizedTensor, Read
@@ -16,7 +14,7 @@ from .scaled_floats import FP8, scaled_float
 if TYPE_CHECKING:
     from lamina.models.checkpoint import StoredWeight
 
-_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 _ABOUT = ("weight_scale", "weight_scale_2", "input_scale")
 _GROUP = 16  # numbers of an NVFP4 scale
 _INPUTS = "pre_quant_scale"
@@ -25,8 +23,8 @@ _INPUTS = "pre_quant_scale"
 def open_format(settings: dict[str, Any]) -> Export:
     """Return the format of a quantization_config, or of hf_quant_config.json. Raises UnsupportedModelError."""
     algorithm = settings.get("quant_algo")
-    if algorithm not in _ALGORITHMS:
-        raise UnsupportedModelError(f"modelopt: {algorithm} is not read: use one of {', '.join(_ALGORITHMS)}")
+    if algorithm not in ALGORITHMS:
+        raise UnsupportedModelError(f"modelopt: {algorithm} is not read: use one of {', '.join(ALGORITHMS)}")
     return Export()
 
 
@@ -61,11 +59,11 @@ def _nvfp4(base: str, parts: tuple[str, ...], stored: Mapping[str, StoredWeight]
             f"{scale.name} {scale.dtype} {list(scale.shape)} does not fit {weight.name} {list(weight.shape)}"
         )
 
-    def values(read: Read) -> Tensor:
+    def codes(read: Read) -> GroupedCodes:
         factor = check_scales(whole.name, read(whole.name))
         if factor.numel() != 1:
             raise ModelError(f"{whole.name} {list(factor.shape)} must be one number")
         scales = check_scales(scale.name, read(scale.name).float(), zero=True) * factor.float().reshape(())
-        return GroupedCodes(unpack_nibbles(read(weight.name)), scales, values=E2M1).dequantized()
+        return GroupedCodes(unpack_nibbles(read(weight.name)), scales, values=E2M1)
 
-    return QuantizedTensor(weight.name, (columns, size), parts, values)
+    return QuantizedTensor(weight.name, (columns, size), parts, lambda read: codes(read).dequantized(), codes)

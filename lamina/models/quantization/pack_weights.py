@@ -23,7 +23,7 @@ from . import INPUT_GROUPS, QuantizedTensor, Read, gguf_weights
 from .gguf_file import is_gguf
 from .grouped_codes import GroupedCodes
 from .pack_experts import PackedExperts, Source, replace_experts
-from .quantized_embedding import QuantizedEmbedding
+from .quantized_embedding import QuantizedEmbedding, is_table, scale_of
 from .quantized_linear import QuantizedLinear
 from .round_to_nearest import RoundToNearest
 
@@ -54,8 +54,9 @@ class PackedLayer(NamedTuple):
     def fill(self, read: Read, backend: LinearBackend) -> None:
         """Give the layers their packed weight. Raises ModelError."""
         codes = _part(self.weight, self.cut, self.shard, read)
+        assert codes is not None  # as on the meta device
         packed = codes.for_kernels()
-        assert packed is not None  # as on the meta device
+        assert packed is not None
         data, form = backend.pack_quantized(packed)
         for layer in self.layers:
             layer.data, layer.form = data, form
@@ -113,6 +114,9 @@ def _replaced(
         if len(cuts) != 1:
             continue
         codes = _part(quantized, cut := cuts.pop(), shard, read)
+        if codes is None:
+            _log_unpacked(quantized, "its groups have inputs of all ranks (desc_act, actorder)")
+            continue
         packed = codes.for_kernels()
         if packed is None:
             continue
@@ -150,7 +154,7 @@ class _Matrices:
 
     def owners(self, target: str, *, with_tables: bool) -> tuple[list[str], bool]:
         """Return the names of the layers that may have a weight packed: a linear layer, and embeddings
-        (``with_tables``); and whether no others have it. Layers count only if they are torch's own classes.
+        (``with_tables``); and whether no others have it. Other classes than torch's count if they scale embeddings.
         """
         is_tied = target in self._tied
         if not target.endswith(".weight") or (target in self._not_alone and not is_tied):
@@ -158,13 +162,13 @@ class _Matrices:
         names = [f"{self._head}.weight", *sorted(self._others)] if is_tied else [target]
         layers = {name.removesuffix(".weight"): self._modules.get(name.removesuffix(".weight")) for name in names}
         linear = [owner for owner, layer in layers.items() if type(layer) is nn.Linear]
-        tables = [owner for owner, layer in layers.items() if type(layer) is nn.Embedding and layer.max_norm is None]
+        tables = [owner for owner, layer in layers.items() if is_table(layer)]
         if with_tables and len(linear) + len(tables) == len(names):
             return [*linear, *tables], True
         return linear[:1], not is_tied
 
     def has_table(self, owners: Sequence[str]) -> bool:
-        return any(type(self._modules[owner]) is nn.Embedding for owner in owners)
+        return any(is_table(self._modules[owner]) for owner in owners)
 
     def replace(
         self, owners: Sequence[str], data: Tensor, form: str, order: Tensor | None, idle_inputs: int
@@ -173,8 +177,8 @@ class _Matrices:
         made: list[QuantizedLinear | QuantizedEmbedding] = []
         for owner in owners:
             old = self._modules[owner]
-            if type(old) is nn.Embedding:
-                made.append(QuantizedEmbedding(data, form, old.weight.dtype))
+            if is_table(old):
+                made.append(QuantizedEmbedding(data, form, old.weight.dtype, scale_of(old)))
             else:
                 order = None if order is None else order.to(data.device)
                 made.append(QuantizedLinear(data, form, old._parameters["bias"], order, idle_inputs))
@@ -190,7 +194,8 @@ def _log_unpacked(weight: QuantizedTensor, why: str) -> None:
     log.warning("%s is not packed, but becomes numbers of --dtype: %s", weight.name, why)
 
 
-def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, read: Read) -> GroupedCodes:
+def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, read: Read) -> GroupedCodes | None:
+    """Return a rank's part; None if it has inputs of groups that lie on all ranks. Raises UnsupportedModelError."""
     assert weight.packed is not None
     codes, part = weight.packed(read).without_idle_order(), shard.weight_shard
     if cut is not None:
@@ -198,10 +203,7 @@ def _part(weight: QuantizedTensor, cut: ShardedDim | None, shard: ShardPlan, rea
         group = codes.group
         own = codes.inputs(spans) if cut.dim == -1 else codes.columns(spans)
         if own is None and codes.order is not None:
-            raise UnsupportedModelError(
-                f"--tensor-parallel-size {part.size} cuts {weight.name}, whose groups have inputs of all ranks "
-                f"(desc_act, actorder): use one rank, or a checkpoint without"
-            )
+            return None
         if own is None:
             raise UnsupportedModelError(
                 f"--tensor-parallel-size {part.size} cuts {weight.name} inside of its groups of {group} inputs: use "

@@ -47,8 +47,8 @@ class RoundToNearest:
         """Return the bits and the group of a weight with so many inputs; the group 0 is a channel."""
         bits, most = (self.head_bits, self.head_group) if is_head else (self.bits, self.group)
         for known in dict.fromkeys((bits, 8)):
-            limit = most if known == bits else 32
-            if fits := [size for size in GROUPS[known] if size <= limit and inputs % size == 0]:
+            least, limit = (32 if known == 4 else 0), (most if known == bits else 32)
+            if fits := [size for size in GROUPS[known] if least <= size <= limit and inputs % size == 0]:
                 return known, max(fits)
         return 8, 0
 

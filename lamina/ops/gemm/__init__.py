@@ -45,7 +45,8 @@ class LinearBackend(Protocol):
 
     def pack(self, w: Tensor, memory: PackedMemory) -> Tensor:
         """Return a copy of w [N, K], whose rows have no gaps, in the faster order: bytes of ``memory`` that ``engine``
-        takes in place of w. Results have the same bits. Raises ValueError if there is no such order.
+        takes in place of w. Results have the same bits, but a NaN may be another NaN. Raises ValueError if there is no
+        such order.
         """
         ...
 
@@ -62,8 +63,14 @@ class LinearBackend(Protocol):
     def linear_quantized(self, x: Tensor, data: Tensor, b: Tensor | None, form: str) -> Tensor:
         """Return x [..., K] times the packed weight (data, form) [N, K] plus b [N], [..., N], of x's dtype, which is
         also b's. ``native`` multiplies by q, and scales sums of groups in fp32: csrc/gemm/quantized.h has the
-        definition. Its results have the same bits for all rows and CPUs, but for numbers below 2^-126. Raises
-        ValueError for operands that do not fit.
+        definition. Its numbers have the same bits for all rows and CPUs, but for those below 2^-126; a NaN may be
+        another NaN. Raises ValueError for operands that do not fit.
+        """
+        ...
+
+    def quantized_products(self) -> tuple[int, int]:
+        """Return the number of products by packed quantized weights so far, and of those by rows of int8. Safe from any
+        thread.
         """
         ...
 

@@ -21,7 +21,8 @@ class Engine:
         """y[rows, cols] = x[rows, k_size] w[cols, k_size]^T + b[cols]; the GIL is released.
 
         x, w, b, y are addresses of elements of one ``type`` (0 = fp32, 1 = bf16, 2 = fp16), x and y without gaps, rows
-        of w ``ldw`` elements apart (0: w is what ``pack`` wrote; the result has the same bits); b may be 0 for none.
+        of w ``ldw`` elements apart (0: w is what ``pack`` wrote; the result has the same bits, but a NaN may be
+        another); b may be 0 for none.
         The memory is the caller's and is not checked.
         """
 
@@ -110,6 +111,9 @@ class Engine:
 
         ``ids``: int64 [count]. Raises IndexError if one is no row of w.
         """
+
+    def quantized_products(self) -> tuple[int, int]:
+        """The number of products by quantized w so far, and of those whose rows became int8. Safe from any thread."""
 
     def calls(self) -> object:
         """A capsule of csrc/gemm/calls.h, which does not keep the engine."""

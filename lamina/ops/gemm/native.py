@@ -104,6 +104,10 @@ class NativeLinear:
             self.engine.linear_quantized(*addresses, TYPES[x.dtype], rows, cols, k_size, *known.numbers)
         return y
 
+    def quantized_products(self) -> tuple[int, int]:
+        """Return the number of products by packed quantized weights so far, and of those by rows of int8."""
+        return self.engine.quantized_products()
+
     def quantized_rows(self, ids: Tensor, data: Tensor, form: str) -> Tensor:
         """Return rows ``ids`` [...] of the packed weight: [..., K], in fp32."""
         known, ids = native_form(form), ids.contiguous()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 INT4 = tuple(float(q) for q in range(-8, 8))
 UINT4 = tuple(float(q) for q in range(16))
-GROUPS = {4: (32, 64, 128), 8: (16, 32, 128)}  # numbers of k with one scale, by bits
+GROUPS = {4: (16, 32, 64, 128), 8: (16, 32, 128)}  # numbers of k with one scale, by bits
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_INT8 = 2**17 - 1  # products of two int8 of which int32 holds the sum, whatever they are
 

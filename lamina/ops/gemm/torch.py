@@ -21,6 +21,9 @@ class TorchLinear:
     has_own_threads = False
     engine = None
 
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}  # by whether rows become int8
+
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """Return x [..., K] times w [N, K] plus b [N], [..., N], as torch computes it."""
         return row_blocks.linear(x, w, b)
@@ -43,6 +46,7 @@ class TorchLinear:
         """Return x [..., K] times the packed weight plus b [N], [..., N]. Its values last for a call; fp32 computes."""
         known = PackedForm.decode(form)
         known.check(x, b)
+        self._products[known.int8_inputs] += 1
         w = _unpacked(data, known).dequantized(torch.float32)
         if not known.int8_inputs:
             return F.linear(x.float(), w, None if b is None else b.float()).to(x.dtype)
@@ -60,6 +64,10 @@ class TorchLinear:
     def linear_quantized_experts(self, x: Tensor, data: Tensor, ids: Tensor, b: Tensor | None, form: str) -> Tensor:
         """Return each row of x [rows, K] times the packed weight number ids[row] plus b[ids[row]]: [rows, N]."""
         return by_expert(self.linear_quantized, x, data, ids, b, form)
+
+    def quantized_products(self) -> tuple[int, int]:
+        """Return the number of products by packed quantized weights so far, and of those by rows of int8."""
+        return sum(self._products.values()), self._products[True]
 
     def quantized_rows(self, ids: Tensor, data: Tensor, form: str) -> Tensor:
         """Return rows ``ids`` [...] of the packed weight: [..., K], in fp32."""

@@ -145,6 +145,7 @@ class ModelServer:
         self.group: Collective | None = None
         self.decisions: dict[str, str] = {}  # use -> what was chosen for it here, and why
         self.counters = {"loads": 0.0, "connects": 0.0}
+        self._linear_layers: LinearBackend | None = None
         self._worker: Worker | None = None
         self._epoch_fabric: EpochFabric | None = None
         self._next_epoch = -1  # the newest epoch that the driver has named
@@ -206,6 +207,7 @@ class ModelServer:
         if start.threads and start.threads != torch.get_num_threads():
             torch.set_num_threads(start.threads)
         backend = gemm.get(linear_backend(start.model.gemm, self.staging.device), torch.get_num_threads())
+        self._linear_layers = backend
         loaded = load(
             self.module if self.module is not None else start.path,
             dtype=start.model.dtype,
@@ -438,7 +440,9 @@ class ModelServer:
         return self._failure or self._is_epoch_over
 
     def _stats(self) -> dict[str, float]:
-        return {**(self._worker.stats() if self._worker else {}), **self.counters}
+        packed, int8 = self._linear_layers.quantized_products() if self._linear_layers else (0, 0)
+        own = {"packed_products": float(packed), "int8_products": float(int8)}  # by weights of few bits
+        return {**(self._worker.stats() if self._worker else {}), **self.counters, **own}
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         if self.start.progress:

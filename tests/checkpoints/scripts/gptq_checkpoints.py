@@ -1,6 +1,6 @@
-"""Writes the tiny checkpoints of GPTQ in this folder, with the tokens and logits that they must give.
+"""Writes the tiny checkpoints of GPTQ in the folder above, with the tokens and logits that they must give.
 
-    python tests/checkpoints/gptq_checkpoints.py PATH_OF_GPTQMODEL/gptqmodel/nn_modules/qlinear/__init__.py
+    python tests/checkpoints/scripts/gptq_checkpoints.py PATH_OF_GPTQMODEL/gptqmodel/nn_modules/qlinear/__init__.py
 
 takes that file of gptqmodel 7.7.0, whose PackableQuantLinear dequantises random words: its two methods that do so run
 alone, as the package needs a GPU's torch. ``oracle.json`` has what transformers computes in fp32 with these weights.
@@ -17,17 +17,26 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from awq_checkpoints import HERE, SHAPE
 from oracle import oracle
+from published import (
+    HERE,
+    PREFIX,
+    configuration,
+    drawn_order,
+    is_quantised,
+    published,
+    random_model,
+    with_weights,
+)  # fmt: skip
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 GROUP = 32
 # name -> bits, version, whether groups have any inputs
 KINDS = {
-    "llama_gptq": (4, "gptq", False),
-    "llama_gptq_int8": (8, "gptq", False),
-    "llama_gptq_act": (4, "gptq_v2", True),
+    "gptq": (4, "gptq", False),
+    "gptq_int8": (8, "gptq", False),
+    "gptq_v2_int8": (8, "gptq_v2", False),
+    "gptq_act": (4, "gptq_v2", True),
 }
 
 
@@ -59,16 +68,15 @@ def dequantized(functions: dict[str, Any], bits: int, words: Any, zeros: Any, sc
     return w
 
 
-def write(name: str, functions: dict[str, Any], seed: int) -> bool:
+def write(name: str, functions: dict[str, Any], seed: int, *, experts: bool) -> bool:
     """Returns False if a token of this seed's model is a near tie."""
     bits, version, any_inputs = KINDS[name]
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    model = random_model(seed, experts=experts)
     tensors: dict[str, torch.Tensor] = {}
-    for key, w in model.state_dict().items():
-        if not key.endswith("_proj.weight"):
-            tensors[key] = w.half().contiguous()
-            w.copy_(tensors[key].float())
+    numbers: dict[str, torch.Tensor] = {}
+    for key, w in published(model).items():
+        if not is_quantised(key):
+            numbers[key] = tensors[key] = w.half().contiguous()
             continue
         owner, (outputs, inputs) = key.removesuffix(".weight"), w.shape
         groups, count = inputs // GROUP, 32 // bits
@@ -77,23 +85,22 @@ def write(name: str, functions: dict[str, Any], seed: int) -> bool:
         places = torch.arange(0, 32, bits)
         zeros = (middle << places).sum(-1).int()
         order = torch.arange(inputs) // GROUP
-        order = order[torch.randperm(inputs)] if any_inputs else order
+        order = order[drawn_order(key, inputs)] if any_inputs else order
         scales = ((0.05 + 0.05 * torch.rand(groups, outputs)) * 16 / 2**bits).half()
-        w.copy_(dequantized(functions, bits, words, zeros, scales.float(), order).T)
+        numbers[key] = dequantized(functions, bits, words, zeros, scales.float(), order).T
         stored = zeros if version == "gptq_v2" else ((middle - 1) << places).sum(-1).int()  # the first has one less
         tensors |= {f"{owner}.qweight": words, f"{owner}.qzeros": stored, f"{owner}.scales": scales}
         tensors |= {f"{owner}.g_idx": order.int()}
-    path = HERE / name
+    path = HERE / f"{PREFIX[experts]}_{name}"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    config = model.config.to_dict() | {"dtype": "float16", "architectures": ["LlamaForCausalLM"]}
-    config["quantization_config"] = {
+    settings = {
         "quant_method": "gptq", "bits": bits, "group_size": GROUP, "checkpoint_format": version, "desc_act": any_inputs,
         "sym": False, "lm_head": False,
     }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(config, indent=1))
-    known = oracle(model)
+    (path / "config.json").write_text(json.dumps(configuration(model, "float16", settings), indent=1))
+    known = oracle(with_weights(model, numbers))
     (path / "oracle.json").write_text(json.dumps(known))
     return known is not None
 
@@ -102,4 +109,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.no_grad():
         found = methods(sys.argv[1])
-        print({name: next(seed for seed in range(100) if write(name, found, seed)) for name in KINDS})
+        for kind in (False, True):
+            for case in KINDS:
+                seeds = (seed for seed in range(100) if write(case, found, seed, experts=kind))
+                print(PREFIX[kind], case, next(seeds))

@@ -1,6 +1,6 @@
-"""Writes the tiny checkpoint ``llama_floats`` in this folder, and the tokens that --quantization must give of it.
+"""Writes the tiny checkpoint ``llama_floats`` in the folder above, and the tokens that --quantization must give of it.
 
-    python tests/checkpoints/rounded_checkpoint.py
+    python tests/checkpoints/scripts/rounded_checkpoint.py
 
 needs the package compressed-tensors (0.20), which tests do not. Its scales and codes are the rounding; ``int8.json``
 and ``int4.json`` have what transformers computes in fp32 with the weights that the library makes of them.
@@ -15,8 +15,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
-from compressed_tensors_checkpoints import HERE, SHAPE
 from oracle import oracle
+from published import HERE, SHAPE
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,6 +1,6 @@
-"""Writes the tiny checkpoints of compressed-tensors in this folder, with the tokens and logits that they must give.
+"""Writes the tiny checkpoints of compressed-tensors in the folder above, with what they must give.
 
-    python tests/checkpoints/compressed_tensors_checkpoints.py
+    python tests/checkpoints/scripts/compressed_tensors_checkpoints.py
 
 needs the package compressed-tensors (0.20), which tests do not. It compresses a model with random weights and unpacks
 each file by its own library. ``oracle.json`` has what transformers computes in fp32 with these weights.
@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,15 +22,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from oracle import oracle
+from published import HERE, PREFIX, UNQUANTISED, configuration, is_quantised, published, random_model, with_weights
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
-HERE = Path(__file__).parent
-SHAPE: dict[str, Any] = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-    "tie_word_embeddings": False, "initializer_range": 0.4,
-}  # fmt: skip
 # name -> format, and arguments of the weights' quantization
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4_group": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}),
@@ -48,15 +43,22 @@ ACTIVATIONS = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic":
 WITH_ACTIVATIONS = ("w8a8_dynamic", "w4a8")
 
 
-def round_inputs(module: torch.nn.Module) -> None:
-    """Has a layer round its rows to int8 as the library does, in fp32."""
-    args = QuantizationArgs(**ACTIVATIONS)
+@contextmanager
+def rounded_inputs(model: torch.nn.Module) -> Iterator[None]:
+    """Has layers of few bits round their rows to int8 as the library does, in fp32."""
+    args, plain = QuantizationArgs(**ACTIVATIONS), torch.nn.functional.linear
+    own = {w.untyped_storage().data_ptr() for name, w in model.named_parameters() if "_proj" in name}
 
-    def rounded(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        scale, zero = compute_dynamic_scales_and_zp(inputs[0], args, module)
-        return (fake_quantize(inputs[0], scale, zero, args), *inputs[1:])
+    def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        if w.untyped_storage().data_ptr() in own:
+            x = fake_quantize(x, *compute_dynamic_scales_and_zp(x, args, model), args)
+        return plain(x, w, b)
 
-    module.register_forward_pre_hook(rounded)
+    torch.nn.functional.linear = linear
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = plain
 
 
 def scales_of(w: torch.Tensor, args: QuantizationArgs, name: str) -> dict[str, torch.Tensor]:
@@ -90,40 +92,37 @@ def unpacked(stored: dict[str, torch.Tensor], compressor: Any, scheme: Quantizat
     return weight.float()
 
 
-def write(name: str, form: str, args: dict[str, Any], seed: int) -> bool:
+def write(name: str, form: str, args: dict[str, Any], seed: int, *, experts: bool) -> bool:
     """Returns False if a token of this seed's model is a near tie."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    for weight in model.parameters():  # but not rotary frequencies
-        weight.data = weight.data.bfloat16().float()
+    model = random_model(seed, experts=experts)
     weights = QuantizationArgs(**args)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, format=form)
     compressor = BaseCompressor.get_value_from_registry(form)
     tensors: dict[str, torch.Tensor] = {}
-    for key, w in model.state_dict().items():
-        owner = key.removesuffix(".weight")
-        if not key.endswith("_proj.weight"):
-            tensors[key] = w.bfloat16().contiguous()
+    numbers: dict[str, torch.Tensor] = {}
+    for key, exact in published(model).items():
+        owner, w = key.removesuffix(".weight"), exact.bfloat16().float()
+        if not is_quantised(key):
+            numbers[key] = tensors[key] = w.bfloat16().contiguous()
             continue
         stored = compressor.compress({"weight": w, **scales_of(w, weights, name)}, scheme)
         stored = {k: v.detach().contiguous() for k, v in stored.items()}
         tensors |= {f"{owner}.{k}": v for k, v in stored.items()}
-        model.get_submodule(owner).weight.data = unpacked(stored, compressor, scheme)
-        if name in WITH_ACTIVATIONS:
-            round_inputs(model.get_submodule(owner))
-    path = HERE / f"llama_{name}"
+        numbers[key] = unpacked(stored, compressor, scheme)
+    path = HERE / f"{PREFIX[experts]}_{name}"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
     activations = ACTIVATIONS if name in WITH_ACTIVATIONS else None
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+    settings = {
+        "quant_method": "compressed-tensors", "format": form, "ignore": UNQUANTISED if experts else UNQUANTISED[:1],
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": args, "input_activations": activations}},
     }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(config, indent=1))
-    known = oracle(model)
+    (path / "config.json").write_text(json.dumps(configuration(model, "bfloat16", settings), indent=1))
+    exact = with_weights(model, numbers)
+    with rounded_inputs(exact) if name in WITH_ACTIVATIONS else nullcontext():
+        known = oracle(exact)
     (path / "oracle.json").write_text(json.dumps(known))
     return known is not None
 
@@ -131,6 +130,6 @@ def write(name: str, form: str, args: dict[str, Any], seed: int) -> bool:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for case, (form, args) in CASES.items():  # or those that are named
-        if sys.argv[1:] and case not in sys.argv[1:]:
-            continue
-        print(case, next(seed for seed in range(100) if write(case, form, args, seed)))
+        for kind in (False,) if case in WITH_ACTIVATIONS else (False, True):
+            if not sys.argv[1:] or case in sys.argv[1:]:
+                print(case, next(seed for seed in range(100) if write(case, form, args, seed, experts=kind)))

@@ -1,6 +1,6 @@
-"""Writes the tiny GGUF files in this folder, with the tokens and logits that they must give.
+"""Writes the tiny GGUF files in the folder above, with the tokens and logits that they must give.
 
-    python tests/checkpoints/gguf_checkpoints.py
+    python tests/checkpoints/scripts/gguf_checkpoints.py
 
 needs the packages gguf (0.19) and accelerate. Weights are quantised by gguf, whose K-quants are random blocks with
 finite scales. ``NAME.json`` has what transformers computes in fp32 with the file's weights, as gguf dequantises them.
@@ -21,12 +21,13 @@ from gguf import GGMLQuantizationType as Kind
 from oracle import oracle
 from transformers import AutoModelForCausalLM
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 HEADS, KV_HEADS, VOCABULARY = 4, 2, 160
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where blocks have their scales
 # Name -> the kinds of matrices, in turns.
 CASES = {
-    "f16": ("F16",), "q8_0": ("Q8_0",), "q4_0": ("Q4_0",), "q4_1": ("Q4_1",), "q5_0": ("Q5_0",), "q5_1": ("Q5_1",),
+    "f32": ("F32",), "f16": ("F16",), "bf16": ("BF16",), "q8_0": ("Q8_0",), "q4_0": ("Q4_0",),
+    "q4_1": ("Q4_1",), "q5_0": ("Q5_0",), "q5_1": ("Q5_1",),
     "q4_k_m": ("Q4_K", "Q5_K", "Q6_K"),
 }  # fmt: skip
 
@@ -77,8 +78,8 @@ def write(name: str, kinds: Sequence[str], seed: int) -> bool:
     for (name, shape), kind in zip(matrices.items(), cycle(kinds), strict=False):
         w = draw.normal(0, 0.1, shape).astype(np.float32)
         own = "Q8_0" if name == "token_embd.weight" and kind in HALVES else kind
-        if own == "F16":
-            file.add_tensor(name, w.astype(np.float16))
+        if own in ("F32", "F16"):
+            file.add_tensor(name, w.astype(np.float32 if own == "F32" else np.float16))
         else:
             file.add_tensor(name, blocks_of(own, w, draw), raw_dtype=Kind[own])
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
