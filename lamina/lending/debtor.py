@@ -85,6 +85,7 @@ class Debtor:
     name: str
     terms: BorrowingTerms
     num_wanted: int = 0  # blocks, in addition to what it has
+    num_least: int = 1  # blocks of a loan that is of use
     since: float = 0.0  # of its claim, see lending_messages; 0: none
     is_waiting: bool = False  # whether its claim lacks memory, also while it asks for none
     loans: dict[tuple[str, int], Borrowed] = field(default_factory=dict)  # by creditor and lease
@@ -177,7 +178,7 @@ class Debtor:
 
     # Search for more blocks
     def _begin_search(self, now: float) -> list[Outgoing]:
-        if self.num_wanted < 1 or self._search is not None or now < self._search_at:
+        if self.num_wanted < self.num_least or self._search is not None or now < self._search_at:
             return []
         self._search = _Search(self._count(), self.num_wanted, now)
         query = CandidatesRequest(
@@ -198,13 +199,15 @@ class Debtor:
         return self._next_ask(search, now)
 
     def _next_ask(self, search: _Search, now: float) -> list[Outgoing]:
+        while search.left and search.left[0].free < self.num_least:
+            search.left.popleft()
         if not search.left:
             return self._give_up(now)
         search.asked, search.ask, search.since = search.left.popleft(), self._count(), now
         self._claims[search.ask] = self.since
         if len(self._claims) > MAX_OPEN:
             del self._claims[min(self._claims)]
-        blocks = max(1, min(search.blocks, search.asked.free))
+        blocks = max(self.num_least, min(search.blocks, search.asked.free))
         ask = LoanRequest(debtor=self.name, number=search.ask, blocks=blocks, since=self.since, parts=self.terms.parts)
         return [(search.asked.name, ask)]
 

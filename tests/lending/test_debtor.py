@@ -51,6 +51,17 @@ def test_a_refusal_that_holds_for_it_alone_is_no_news_for_the_ledger() -> None:
     assert out == [("b", LoanRequest(debtor="d", number=3, blocks=5))]
 
 
+def test_it_asks_nobody_for_less_than_is_of_use() -> None:
+    debtor = Debtor("d", BorrowingTerms(), num_wanted=5, num_least=3)
+    assert debtor.tick(0.0)
+    named = Candidate("a", "", 2), Candidate("b", "", 3)
+    assert debtor.on_message(Candidates(number=1, creditors=named), 0.1) == [
+        ("b", LoanRequest(debtor="d", number=2, blocks=3))
+    ]
+    assert debtor.on_message(granted(2, "b", blocks=3), 0.2) == [], "the rest is too small to be of use"
+    assert all(to != LEDGER for to, _ in debtor.tick(2.0))
+
+
 def test_it_asks_for_as_much_as_one_has_and_goes_on_for_the_rest() -> None:
     debtor = searching(5, Candidate("a", "", 2))
     assert debtor.on_message(granted(2, "a", blocks=2), 0.2) == [

@@ -11,6 +11,7 @@ import math
 import secrets
 import socket
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -59,6 +60,7 @@ class Borrower(EngineFeature):
         self._looked = self._asked = self._stranded = 0.0
         self._unused: float | None = None  # the time since which loans are unused
         self._epoch = time.time() - time.monotonic()  # from the engine's clock to the one that hosts share
+        self._least = (0, 0), 1  # memory workers and blocks, and what ``_least_useful`` says of them
         self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
 
     @property
@@ -158,6 +160,14 @@ class Borrower(EngineFeature):
             return str(error)
         return ""
 
+    def _least_useful(self, most: int) -> int:
+        """Return the blocks of the smallest loan that can be used; more than ``most`` if all up to that are useless."""
+        state = len(self._registry.memory), most
+        if self._least[0] != state:
+            useful = bisect_left(range(1, most + 1), True, key=lambda blocks: not self._refusal(blocks * BLOCK_BYTES))
+            self._least = state, 1 + useful
+        return self._least[1]
+
     def _loan_of(self, index: int) -> list[int]:
         """Return the numbers of the memory workers of a loan, of which ``index`` is one."""
         first = index // self._size * self._size
@@ -187,8 +197,10 @@ class Borrower(EngineFeature):
             self._links.reclaim(own)
         else:
             own = 0
-        of_others = 0 if own else min(wanted, self._most - self._links.borrowed_from_others)
-        self._links.request_blocks(of_others, since, is_waiting=lacking > 0)
+        of_others = 0 if own else max(0, min(wanted, self._most - self._links.borrowed_from_others))
+        if (least := self._least_useful(of_others)) > of_others:
+            of_others, least = 0, 1
+        self._links.request_blocks(of_others, since, is_waiting=lacking > 0, least=least)
         if lacking or not guests or coming > 0:
             self._unused = None
         elif self._unused is None:

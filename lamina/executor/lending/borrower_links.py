@@ -103,12 +103,13 @@ class BorrowerLinks:
         self._thread = threading.Thread(target=self._run, name="lamina-loans", daemon=True)
         self._thread.start()
 
-    def request_blocks(self, blocks: int, since: float = 0.0, *, is_waiting: bool = False) -> None:
+    def request_blocks(self, blocks: int, since: float = 0.0, *, is_waiting: bool = False, least: int = 1) -> None:
         """Borrow ``blocks`` more than there are, or are on their way, for a request that came at ``since``.
-        ``is_waiting``: whether it lacks memory, wherever that comes from.
+        ``is_waiting``: whether it lacks memory, wherever that comes from. ``least``: blocks of a loan that is of use.
         """
         with self._lock:
             self._debtor.num_wanted, self._debtor.since, self._debtor.is_waiting = blocks, since, is_waiting
+            self._debtor.num_least = least
 
     @property
     def reclaimable(self) -> int:

@@ -83,7 +83,7 @@ class LenderService:
         self.creditor = Creditor(name, blocks, terms, self._busy, lacks_since)
         self._lock = threading.RLock()
         self.guests: dict[tuple[int, int], GuestProcess] = {}  # lease and part -> guest
-        self._ending = set[int]()  # leases whose guests end
+        self._ending = dict[int, float]()  # lease -> until when its guests may end by themselves
         self._awaited: dict[str, tuple[int, int, float]] = {}  # name of a connection -> lease, part and deadline
         self._debtors: dict[str, Callable[[msgspec.Struct], None]] = {}  # debtor -> function that sends it a message
         self._beat_at = 0.0
@@ -102,6 +102,7 @@ class LenderService:
         while not over.wait(TICK_S):
             now = time.monotonic()
             self._end_overdue(now)
+            self._kill_overdue(now)
             if now >= self._beat_at:
                 self._beat_at = now + HEARTBEAT_S
                 with self._lock:
@@ -171,7 +172,7 @@ class LenderService:
         finally:
             with self._lock:
                 del self._debtors[name]
-                leases = [x.number for x in self.creditor.leases.values() if x.debtor == name]
+                leases = [n for n, x in self.creditor.leases.items() if x.debtor == name and n not in self._ending]
             for lease in leases:
                 self._end(lease)
 
@@ -221,51 +222,53 @@ class LenderService:
                 with sock:
                     lent = len(held.blocks) * BLOCK_BYTES // held.parts
                     guest = self.guests[lease, part] = start_guest(sock, keys, self._threads, lent)
-            except OSError:
-                self._end_now(lease)
-                raise
-            self.creditor.own_blocks.add(lease)
-        threading.Thread(
-            target=self._watch, args=(lease, part, guest.process), name=f"lamina-guest-{lease}", daemon=True
-        ).start()
-        return True
+            except OSError as error:
+                self._end_guests(lease, 0.0)
+                failed = error
+            else:
+                self.creditor.own_blocks.add(lease)
+                args = lease, part, guest.process
+                threading.Thread(target=self._watch, args=args, name=f"lamina-guest-{lease}", daemon=True).start()
+                return True
+        self._tell(held.debtor, GuestEnded(lease=lease, fate=f"could not be started: {failed}"))
+        raise failed
 
     def _watch(self, lease: int, part: int, process: SpawnedProcess) -> None:
-        fate = exit_status_text(process.wait())
+        fate = exit_status_text(status := process.wait())
         with self._lock:
             if (guest := self.guests.pop((lease, part), None)) is not None:
                 guest.close()
             is_first, held = lease not in self._ending, self.creditor.leases.get(lease)
-            self._end_now(lease)
+            self._end_guests(lease, 0.0 if status else END_S)  # others end after a clean end, too
         log.info("lease %d: its memory worker %s", lease, fate)
         if held is not None and is_first:
             self._tell(held.debtor, GuestEnded(lease=lease, fate=fate))
 
-    def _end_now(self, lease: int) -> None:
-        """Kill the guests of a lease. Once none is left, its blocks are free."""
-        left = [guest for (number, _), guest in self.guests.items() if number == lease]
-        for guest in left:
-            guest.process.kill()
-        self._ending.add(lease)
-        if not left:
-            self._ending.discard(lease)
-            if lease in self.creditor.leases:
-                self.creditor.end_lease(lease)
+    def _end_guests(self, lease: int, patience_s: float) -> None:
+        """Let the guests of a lease end by themselves for a time, then kill them. Without any, its blocks are free."""
+        if any(number == lease for number, _ in self.guests):
+            until = time.monotonic() + patience_s
+            self._ending[lease] = min(until, self._ending.get(lease, until))
+            if not patience_s:
+                self._kill_overdue(until)
+            return
+        self._ending.pop(lease, None)
+        if lease in self.creditor.leases:
+            self.creditor.end_lease(lease)
+
+    def _kill_overdue(self, now: float) -> None:
+        """Kill the guests that should have ended by themselves."""
+        with self._lock:
+            for (lease, _), guest in self.guests.items():
+                if self._ending.get(lease, NEVER) <= now:
+                    guest.process.kill()
 
     def _end(self, lease: int, debtor: str = "") -> None:
-        """End a lease. Its blocks are free once its process is gone."""
+        """End a lease without waiting. Its blocks are free once its guests are gone."""
         with self._lock:
             held = self.creditor.leases.get(lease)
-            if held is None or (debtor and held.debtor != debtor):
-                return
-            guests = [guest for (number, _), guest in self.guests.items() if number == lease]
-            if not guests:
-                self._end_now(lease)
-                return
-        patience_s = END_S if debtor not in ("", self.name) else 0.0  # an engine does not wait for its own
-        if not all(guest.process.has_ended(patience_s) for guest in guests):
-            with self._lock:
-                self._end_now(lease)
+            if held is not None and debtor in ("", held.debtor):  # an engine's own have no order to end
+                self._end_guests(lease, END_S if debtor not in ("", self.name) else 0.0)
 
     def _end_overdue(self, now: float) -> None:
         with self._lock:

@@ -32,11 +32,12 @@ class Links(SimpleNamespace):
     def __init__(self, reclaimable: int = 0, of_others: int = 0, guests: Sequence[Any] = ()) -> None:
         self.reclaimable, self.borrowed_from_others, self.is_seeking = reclaimable, of_others, of_others > 0
         self.borrowed_blocks, self.arrived, self.told = 0, deque(guests), list[int]()
-        self.reclaim, self.since = self.told.append, list[float]()
+        self.reclaim, self.since, self.least = self.told.append, list[float](), 0
 
-    def request_blocks(self, blocks: int, since: float, *, is_waiting: bool) -> None:
+    def request_blocks(self, blocks: int, since: float, *, is_waiting: bool, least: int) -> None:
         self.told.append(blocks)
         self.since.append(since)
+        self.least = least
 
 
 class Elastic:
@@ -71,11 +72,14 @@ def engine_with(free: tuple[int, int] = (32, 32), *max_lens: int) -> Any:
     )
 
 
-def borrower(links: Any, elastic: Elastic | None = None, own: Any = None, **way_in: Any) -> Borrower:
+def borrower(
+    links: Any, elastic: Elastic | None = None, own: Any = None, options: dict[str, Any] | None = None, **way_in: Any
+) -> Borrower:
     """An engine with two memory workers of 8 MiB, each with four stripes of 8 blocks. ``way_in``: how guests come."""
     cohort: Any = SimpleNamespace(kv_bytes=[[8 << 20, 8 << 20]], start_borrowed=lambda guest, key: guest.nbytes)
     members: Any = SimpleNamespace(memory=[SimpleNamespace(handle=None)] * 2, **way_in)
-    return Borrower(make_config(OPTIONS), members, cohort, elastic or Elastic(), links, own)  # type: ignore[arg-type]
+    config = make_config({**OPTIONS, **(options or {})})
+    return Borrower(config, members, cohort, elastic or Elastic(), links, own)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +127,16 @@ def test_its_own_is_asked_for_before_that_of_others(
     assert links.told == [*reclaimed, wanted]
     assert own.local_need == ""
     assert (own.lacks_since < NEVER) == bool(stripes)
+
+
+@pytest.mark.parametrize(("smallest", "ranks", "wanted", "least"), [(3, 1, 4, 3), (2, 2, 4, 4), (9, 1, 0, 1)])
+def test_it_asks_for_no_loan_that_is_too_small_for_its_ranks(
+    smallest: int, ranks: int, wanted: int, least: int
+) -> None:
+    """``smallest``: blocks of a memory worker that is of use. It would give less back, and get it again, for ever."""
+    links, own = Links(), {"memory_workers": 2 * ranks, "tensor_parallel_size": ranks}
+    borrower(links, Elastic(smallest * BLOCK_BYTES), options=own).between_rounds(engine_with((0, 0), 8 * 16))
+    assert (links.told, links.least) == ([wanted], least)
 
 
 def test_its_claim_is_that_of_its_oldest_request_and_grows_as_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:

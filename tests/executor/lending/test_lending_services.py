@@ -171,6 +171,32 @@ def test_the_guests_of_a_lease_share_its_memory_and_end_together(
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_guests_end_by_themselves_after_one_of_their_lease_has(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lender_service, "END_S", 2 * SOON_S)
+    service, debtor = street.creditor("c", 8), street.debtor("d", parts=3)
+    debtor.request_blocks(5)
+    guests = [guest_of(debtor) for _ in range(3)]
+    until(lambda: len(service.guests) == 3, "some do not start")
+    processes = [guest.process for guest in service.guests.values()]
+    guests[0].sock.close()
+    until(lambda: service.creditor.free_blocks == 8, "the blocks do not come back")
+    assert [process.exit_status for process in processes] == [0, 0, 0], "some were killed"
+
+
+def test_a_creditor_listens_while_guests_end(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their debtor has given them back, and still has their links, so they do not end by themselves."""
+    monkeypatch.setattr(lender_service, "END_S", 2 * SOON_S)
+    service, debtor = street.creditor("c", 8), street.debtor("d", parts=2)
+    debtor.request_blocks(5)
+    before = [guest_of(debtor) for _ in range(2)]
+    until(lambda: len(service.guests) == 2, "some do not start")
+    debtor.give_back(before[0])
+    debtor.request_blocks(3)
+    assert guest_of(debtor).nbytes == (3 << 20) // 2
+    assert service.creditor.free_blocks == 0, "the guests of before have ended"
+    assert not any(guest.process.has_ended() for guest in service.guests.values())
+
+
 PLACED = {"partition": "spill", "memory_workers": 2, "transport": "shm", "lending_place": "z1/r2/h3"}
 
 
@@ -405,7 +431,8 @@ def test_whoever_gives_back_what_is_its_own_waits_for_nobody(street: Street, mon
 
 
 def test_a_guest_that_cannot_start_ends_its_lease_and_no_door(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, debtor = street.creditor("c", 8), street.debtor("d")
+    """Its debtor hears of it, long before it would renew the lease."""
+    service, debtor = street.creditor("c", 8, lease_s=1000.0), street.debtor("d")
     before, tries = len(os.listdir("/proc/self/fd")), list[str]()
 
     def spawn(role: str, *_: Any, **__: Any) -> Any:
@@ -417,6 +444,8 @@ def test_a_guest_that_cannot_start_ends_its_lease_and_no_door(street: Street, mo
         debtor.request_blocks(5)
         guest = guest_of(debtor)
         until(lambda: service.creditor.free_blocks == 8, "the lease goes on without a guest")
+        until(lambda: not debtor.by_creditor, "the debtor does not hear of it")
+        assert "could not be started: no more processes" in str(guest.exit_reason())
     assert tries
     assert len(os.listdir("/proc/self/fd")) <= before + 4, "links of the debtor alone"
     debtor.give_back(guest)
