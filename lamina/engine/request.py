@@ -183,9 +183,10 @@ class Request:
                 sequence.output.text = text.text
 
     def refuse(self, why: str) -> None:
-        """End all sequences with an error of the server."""
+        """End all sequences, as there is no room for them now."""
         for sequence in self.sequences:
-            self.fail(sequence, why)
+            sequence.output.blame = ErrorOrigin.LOAD
+            self.end_sequence(sequence, "error", why)
 
     def fail(self, sequence: Sequence, why: str) -> None:
         """End a sequence with an error of the server."""

@@ -18,6 +18,7 @@ from lamina.executor.long_texts import LongTexts
 from lamina.facts.host_memory import memory_bytes
 from lamina.grammar.front_end import GrammarFrontEnd
 from lamina.grammar.vocabulary import vocabulary_of
+from lamina.request import ErrorOrigin
 from lamina.scheduler.sessions.cache_options import DEFAULT_CACHE_OPTIONS, CacheOptions
 from lamina.scheduler.sessions.session_table import SessionName
 from lamina.scheduler.sessions.session_turns import SessionTurns
@@ -283,6 +284,8 @@ class Call:
         if delta.refusal is not None:
             self._service.metrics.on_rejected(f"{delta.refusal.reason}_after_prefill")
             raise slo_error(str(delta.stop_reason), delta.refusal)
+        if delta.blame is ErrorOrigin.LOAD:
+            raise engine_error(str(delta.stop_reason), delta.blame, PARAMS)
 
     def _count_delta(self, delta: Delta) -> Delta:
         self.completion_tokens += 0 if self.record.only_prompt else len(delta.token_ids)

@@ -179,7 +179,7 @@ async def _answer(request: Request, body: Sampling, call: Call) -> Response:
     if not body.stream:
         return await json_response_of(request, call, shape, service.encoder)
     config = service.config
-    if config.has_slo:
+    if config.has_slo or service.client.config.topology.may_borrow:
         await _begun(request, call, config.sse_keep_alive_s)
     options = body.stream_options
     if config.enable_force_include_usage:
@@ -189,7 +189,7 @@ async def _answer(request: Request, body: Sampling, call: Call) -> Response:
 
 async def _begun(request: Request, call: Call, alive_s: float) -> None:
     """Wait at most ``alive_s`` seconds (0: without limit) for the first token of a stream. Its status is 429 if that
-    comes too late. A proxy closes a connection that stays silent for long.
+    comes too late, 503 if no memory comes for it. A proxy closes a connection that stays silent for long.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(alive_s or None):

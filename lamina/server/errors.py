@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from lamina.request import ErrorOrigin, Refusal
 
 CLIENT_CLOSED_REQUEST = 499  # the client left before the reply's end; used in the log and metrics
+_RETRY_S = 5
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
 
@@ -91,13 +92,15 @@ def slo_error(text: str, refusal: Refusal) -> ApiError:
 
 
 def engine_error(text: str, blame: ErrorOrigin | None, known: frozenset[str]) -> ApiError:
-    """Return the reply if the engine gives no token: 400 if other parameters help, else 500."""
+    """Return the reply if the engine gives no token: 400 if other parameters help, 503 if time does, else 500."""
+    if blame is ErrorOrigin.LOAD:
+        return ApiError(503, text, code="no_memory", retry_after_s=_RETRY_S)
     return bad_request(text, known) if blame is ErrorOrigin.CLIENT else ApiError(500, text, code="no_token")
 
 
 def engine_gone(reason: object) -> ApiError:
     """Return the reply if there is no engine now, or none any more."""
-    return ApiError(503, f"the engine is gone: {reason}", code="engine_gone", retry_after_s=5)
+    return ApiError(503, f"the engine is gone: {reason}", code="engine_gone", retry_after_s=_RETRY_S)
 
 
 def bad_request(text: str, known: frozenset[str]) -> ApiError:

@@ -60,7 +60,7 @@ def test_a_request_without_room_waits_for_it_and_ends_by_the_reason_why_none_com
     (refused,) = engine.step()
     assert lender.waiting == [2, 2, 2]
     assert refused.finished
-    assert (refused.outputs[0].stop_reason, refused.outputs[0].blame) == ("nobody lends", ErrorOrigin.SERVER)
+    assert (refused.outputs[0].stop_reason, refused.outputs[0].blame) == ("nobody lends", ErrorOrigin.LOAD)
     assert not engine.idle
     assert run(engine)[short].outputs[0].token_ids == continuation([1, 2, 3], 6)
     engine.add(LONG, PARAMS)

@@ -241,7 +241,11 @@ def test_an_engine_that_does_not_answer(failure: Exception, status: int, told: d
 
 @pytest.mark.parametrize(
     ("blame", "status", "param", "code"),
-    [(ErrorOrigin.CLIENT, 400, "min_p", "invalid_value"), (ErrorOrigin.SERVER, 500, None, "no_token")],
+    [
+        (ErrorOrigin.CLIENT, 400, "min_p", "invalid_value"),
+        (ErrorOrigin.SERVER, 500, None, "no_token"),
+        (ErrorOrigin.LOAD, 503, None, "no_memory"),
+    ],
 )
 def test_a_completion_that_ends_with_an_error(blame: ErrorOrigin, status: int, param: str | None, code: str) -> None:
     client = Later()
@@ -256,6 +260,7 @@ def test_a_completion_that_ends_with_an_error(blame: ErrorOrigin, status: int, p
     error = json.loads(body["body"])["error"]
     assert (start["status"], error["param"], error["code"]) == (status, param, code)
     assert error["message"] == "min_p leaves nothing"
+    assert dict(start["headers"]).get(b"retry-after") == (b"5" if status == 503 else None)
 
 
 def test_a_completion_that_was_rebuilt_with_all_kv_says_so() -> None:

@@ -18,6 +18,7 @@ from test_flow import until
 from test_layers import run
 
 from lamina.cli import launch
+from lamina.config.flat_options import make_config
 from lamina.request import ErrorOrigin, Refusal
 from lamina.scheduler.conductor.overload import SloLimits
 from lamina.server.engine_client.messages import AddPrompt, PromptRefused
@@ -55,6 +56,22 @@ def test_a_request_that_comes_too_late_gets_status_429(stream: bool, when: str) 
     assert counted in service.metrics.render(vllm=False).decode()
     assert service.queue_limit.completions == 0
     assert not service.active_calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_for_which_nobody_lends_room_gets_status_503(stream: bool) -> None:
+    client = Later()
+    client.config = make_config({"partition": "spill", "borrow": "1GiB", "ledger": "h:1", "transport": "shm"})
+
+    async def work() -> list[dict[str, Any]]:
+        asked = asyncio.create_task(spoken(make_service(client), stream=stream))
+        await until(lambda: client.added)
+        client.grow("", finish_reason="error", stop_reason="no deployment has lent", blame=ErrorOrigin.LOAD)
+        return await asked
+
+    start, body, *_ = run(work())
+    assert (start["status"], dict(start["headers"]).get(b"retry-after")) == (503, b"5")
+    assert json.loads(body["body"])["error"]["code"] == "no_memory"
 
 
 def test_a_stream_that_comes_in_time_is_whole() -> None:

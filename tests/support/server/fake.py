@@ -46,7 +46,7 @@ class FakeClient:
     """Finishes every prompt at once with two tokens, or, with ``hold``, never."""
 
     def __init__(self) -> None:
-        self.ready = READY
+        self.ready, self.config = READY, make_config({})
         self.state: EngineState | None = EngineState(running=1, waiting=2, free_blocks=[48], steps=10)
         self.counters: dict[str, dict[str, float]] = {
             "compute-0": {"wait_s": 0.5, "steps": 10.0, "rows": 20.0},
