@@ -14,7 +14,7 @@ from msgspec import structs
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.offload import OffloadOptions
-from lamina.config.option import parse_seconds
+from lamina.config.option import parse_seconds, size_flag
 from lamina.kv.disk_store.store_directory import SECRET, StoreDirectory, begin_era, read_secret, store_era, store_secret
 from lamina.kv.page_keys import ERA_BYTES, SECRET_BYTES
 from lamina.kv.pages import PAGE
@@ -113,6 +113,13 @@ def _keys_of(options: OffloadOptions) -> tuple[bytes, bytes]:
     if not options.kv_store_dir:
         return secrets.token_bytes(SECRET_BYTES), b""
     with closing(StoreDirectory(options.kv_store_dir)) as folder:
+        if (room := folder.room_bytes()) < options.total_bytes:
+            log.warning(
+                "--kv-offload size=%s is more than the %s that the disk of dir=%s has for it: pages go earlier",
+                options.kv_store_size,
+                size_flag(room),
+                options.kv_store_dir,
+            )
         return store_secret(folder, options.kv_key_file), store_era(folder)
 
 

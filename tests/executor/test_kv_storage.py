@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from pathlib import Path
 
+import pytest
 from simulated import ready
 
 from lamina.config.engine_config import EngineConfig
@@ -23,6 +26,21 @@ def test_workers_on_loan_store_nothing_and_get_no_secret_and_no_directory(tmp_pa
     assert home.secret
     assert (guest.keeps, guest.rank, guest.total_bytes, guest.memory_bytes) == (False, 1, 0, 0)
     assert (guest.secret, guest.directory, guest.server) == (b"", "", "")
+
+
+def test_a_size_above_what_the_disk_has_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What its own segments take is there for it."""
+    free, folder = shutil.disk_usage(tmp_path).free, tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    (folder / "segment-000001").write_bytes(bytes(64 << 20))
+    said = list[bool]()
+    for size in (free // 2, 2 * free):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "lamina"):
+            KvStorage(replace_options(EngineConfig(), {"kv_store_dir": str(folder), "kv_store_size": str(size)}), "a")
+        said.append(f"--kv-offload size={size} is more than the " in caplog.text)
+        assert not said[-1] or f"that the disk of dir={folder} has for it" in caplog.text
+    assert said == [False, True]
 
 
 def test_a_page_that_somebody_has_given_up_is_nobodys() -> None:

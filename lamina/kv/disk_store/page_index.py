@@ -58,6 +58,8 @@ class PageIndex:
                 self._db.execute(f"PRAGMA {setting}")
             self._prepare()
         except sqlite3.DatabaseError as e:
+            if folder.is_full:
+                raise folder.full_error from e
             raise ValueError(f"{folder.name}: the index cannot be read ({e}): lamina-launch kv purge empties it") from e
 
     def _prepare(self) -> None:

@@ -7,8 +7,11 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lamina.config.flag_groups import with_value
 from lamina.kv.page_keys import ERA_BYTES, SECRET_BYTES
@@ -16,6 +19,7 @@ from lamina.kv.page_keys import ERA_BYTES, SECRET_BYTES
 LOCK, SECRET, ERA, INDEX, KEY, SEGMENT, DRAFT = "lock", "secret", "era", "index.db", "key-", "segment-", "new-"
 _LOCK_S = 10.0  # seconds for the first worker of a server to clean up after an earlier one
 _POLL_S = 0.02
+_SMALL_BYTES = 1 << 17  # of the index of an empty store, and its log
 
 
 class StoreDirectory:
@@ -89,11 +93,39 @@ class StoreDirectory:
     def _draft(self, data: bytes) -> str:
         """Write a new file with ``data`` to the disk, and return its name."""
         draft = f"{DRAFT}{secrets.token_hex(8)}"
-        with os.fdopen(self.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with os.fdopen(self.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            self.remove(draft)
+            raise
         return draft
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the disk has no space for the store's small files."""
+        disk = os.fstatvfs(self.fd)
+        return disk.f_bavail * disk.f_frsize < _SMALL_BYTES
+
+    @property
+    def full_error(self) -> ValueError:
+        return ValueError(f"{self.name}: no space is left on its disk: free some, or name another directory")
+
+    def write_at_start(self, write: Callable[[], Any]) -> Any:
+        """Return the result of ``write``. Raises ValueError if the disk has no space for it, OSError."""
+        try:
+            return write()
+        except OSError as e:
+            raise (self.full_error if self.is_full else e) from None
+
+    def room_bytes(self) -> int:
+        """Return the bytes that segments can have: those on the disk, and the free space of its file system."""
+        names = [name for name in self.list_names() if name.startswith(SEGMENT)]
+        taken = sum(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks for name in names) * 512
+        disk = os.fstatvfs(self.fd)
+        return taken + disk.f_bavail * disk.f_frsize
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists. Raises OSError."""
@@ -119,7 +151,7 @@ class StoreDirectory:
         while True:
             if self._try(fcntl.LOCK_EX):
                 os.ftruncate(self._lock, 0)
-                os.pwrite(self._lock, server.encode(), 0)
+                self.write_at_start(partial(os.pwrite, self._lock, server.encode(), 0))
                 return True
             if self._try(fcntl.LOCK_SH):
                 self._check_server(server)
@@ -169,7 +201,8 @@ def store_secret(
         text = folder.read(SECRET)
         if text is None and not make:
             raise ValueError(f"{folder.name}: its secret is missing: name its file by {flag}")
-        text = text or folder.create(SECRET, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
+        new = partial(folder.create, SECRET, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
+        text = text or folder.write_at_start(new)
         return _decoded(text, f"{folder.name}: {folder.path / SECRET}")
     return read_secret(key_file, flag)
 

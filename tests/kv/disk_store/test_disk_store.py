@@ -527,17 +527,55 @@ except StorageFullError as e:
 """
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A real one: a file system of 8 MiB in memory, in a namespace of its own."""
-    mounted = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"', "sh"]
+def _run_on_small_disk(code: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` with a file system of 8 MiB in memory at ``path``, in a namespace of its own."""
+    mounted = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=8m none {path} && exec "$@"', "sh"]
     if subprocess.run([*mounted, "true"], capture_output=True, timeout=30, check=False).returncode:
         pytest.skip("unshare -rm and mount -t tmpfs do not work here")
-    code = FULL.format(tests=str(Path(__file__).parent), path=str(tmp_path))
-    run = subprocess.run(
+    code = code.format(tests=str(Path(__file__).parent), path=str(path))
+    return subprocess.run(
         [*mounted, sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    run = _run_on_small_disk(FULL, tmp_path)
     said = ["True True True", "True True", "the KV store: No space left on device", ""]
     assert run.stdout.split("\n") == said, run.stderr
+
+
+START = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_disk_store import FileStorage, SECRET, StorageConfig
+from lamina.executor.kv_storage import KvStorage
+from lamina.config.engine_config import EngineConfig
+from lamina.config.flat_options import replace_options
+place = {path!r} + "/kv"
+Path(place).mkdir(mode=0o700)
+full = Path({path!r} + "/full").open("wb", buffering=0)
+try:
+    while full.write(bytes(4096)):
+        pass
+except OSError:
+    pass
+for start in (
+    lambda: KvStorage(replace_options(EngineConfig(), {{"kv_store_dir": place}}), "one"),
+    lambda: FileStorage(StorageConfig(64 << 20, b"i" * 32, directory=place, secret=SECRET, server="one")),
+):
+    try:
+        start()
+    except ValueError as e:
+        print(e)
+"""
+
+
+def test_a_disk_that_is_full_at_the_start(tmp_path: Path) -> None:
+    """The driver's start without a secret, and a memory worker's start without an index."""
+    run = _run_on_small_disk(START, tmp_path)
+    line = f"--kv-offload dir={tmp_path}/kv: no space is left on its disk: free some, or name another directory"
+    assert run.stdout.splitlines() == [line, line], run.stderr
 
 
 def test_reads_while_another_worker_takes_the_space(opener: Opener) -> None:
