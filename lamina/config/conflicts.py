@@ -92,6 +92,10 @@ SETTINGS: dict[str, Setting] = {
         {"kv_sparsity": "evict", "enable_prefix_caching": True, "kv_offloading_size": "1GiB"},
     ),
     "--kv-sparsity select": Setting(lambda c: c.kv.selects_blocks, {"kv_sparsity": "select"}),
+    "--kv-sparsity select:max-kl=": Setting(
+        lambda c: c.kv.selects_blocks and bool(c.kv.kv_error_budget),
+        {"kv_sparsity": "select", "kv_error_budget": "default"},
+    ),
     "--kv-sparsity evict:max-kl=": _given("kv_error_budget", "default", kv_sparsity="evict"),
     **{
         flag_name(name): _given(name, value, kv_sparsity="evict")
@@ -182,6 +186,7 @@ NN_MODULE = "a torch.nn.Module as the model"
 WINDOWED_LAYERS = "a model with windowed layers"
 HYBRID_MODEL = "a hybrid model"
 SESSION_ID = "session_id"
+SESSION_EVICT = "session_id with --kv-sparsity evict"
 SESSION_FILE = "a session's file"
 KV_DISCARD = "kv_discard"
 PRIORITY = "priority"
@@ -227,8 +232,7 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--decode-only", "--context-overflow truncate"): "no prompt is computed",
     ("--decode-only", WINDOWED_LAYERS): "zeros are loaded for whole prompts, not for windows",
     ("--context-overflow truncate", "--deterministic"): "moved KV is not bitwise equal to computed KV",
-    ("--context-overflow truncate", "--tensor-parallel-size 2 or more"): "ranks cannot move KV yet",
-    ("--kv-sparsity evict", "--context-overflow truncate"): "a session's next turn needs all KV",
+    ("--kv-sparsity evict", "--context-overflow truncate"): "KV with holes cannot be moved",
     ("--kv-sparsity select", "--context-overflow truncate"): "blocks are chosen by their K, which would change",
     ("--kv-sparsity select", "--memory-device cuda"): "only memory workers on CPUs choose blocks",
     ("--kv-checks", "--memory-device cuda"): "only memory workers on CPUs compare checksums",
@@ -242,14 +246,16 @@ CONFLICTS: dict[tuple[str, str], str] = {
             "--partition spill": "a worker compares the blocks of a head only if it has all of them",
         }.items()
     },
-    ("--kv-sparsity select", "--prefill-workers"): "prefill workers do not choose blocks",
-    ("--kv-sparsity evict:max-kl=", "--prefill-workers"): "max-kl= is measured only on KV that memory workers compute",
+    **{
+        (budget, "--prefill-workers"): "max-kl= is measured only on KV that memory workers compute"
+        for budget in ("--kv-sparsity select:max-kl=", "--kv-sparsity evict:max-kl=")
+    },
     **{
         (offload, other): why
         for offload in ("--kv-offloading-size", "--kv-offload dir=", "--decode-only")
         for other, why in {
             "--no-enable-prefix-caching": "KV is loaded for prefixes that the cache finds",
-            "--kv-sparsity select": "loaded KV has no index of its blocks",
+            "--kv-sparsity select:max-kl=": "max-kl= is measured only on KV that memory workers compute",
             "--kv-sparsity evict:max-kl=": "max-kl= is measured only on KV that memory workers compute",
         }.items()
     },
@@ -348,7 +354,6 @@ CONFLICTS: dict[tuple[str, str], str] = {
     ("--cluster", "--launcher local"): "it is for --launcher ray",
     ("--cluster", "--launcher static"): "without Ray it must be a YAML of hosts",
     (SESSION_ID, "--no-enable-prefix-caching"): "a session keeps KV of finished requests",
-    (SESSION_ID, "--kv-sparsity evict"): "the next turn needs all KV, so ask for kv_sparsity none",
     **{
         (HYBRID_MODEL, other): why
         for other, why in {
@@ -448,6 +453,9 @@ NEEDS: dict[tuple[str, tuple[str, ...]], str] = {
     ("--ray-wait-s", ("--launcher ray",)): "Ray's autoscaler may start hosts",
     ("--driver", ("--launcher static",)): "workers that you start connect to it",
     ("--cluster FILE with hosts", ("--launcher static",)): "you start the workers on them",
+    (SESSION_EVICT, ("--kv-offloading-size", "--kv-offload dir=")): (
+        "the pool keeps no KV of sequences that drop some; kv_sparsity none drops none"
+    ),
     (KV_DISCARD, ("--context-overflow truncate",)): "KV after the discarded tokens has to move",
     (PRIORITY, ("--scheduling-policy priority",)): "otherwise requests run in order of arrival",
     (PREFILL_POLICY, ("--prefill-workers",)): "it chooses one of them",

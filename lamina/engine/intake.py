@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Collection
 from itertools import chain
 
-from lamina.config.conflicts import KV_DISCARD, PRIORITY, SESSION_ID, conflict_text, need_text
+from lamina.config.conflicts import KV_DISCARD, PRIORITY, SESSION_EVICT, SESSION_ID, conflict_text, need_text
 from lamina.config.engine_config import EngineConfig
 from lamina.kv.sparsity import OBSERVED_DECODE_ROWS
 from lamina.protocol.control import ComputeReady
@@ -118,8 +118,8 @@ class RequestIntake:
         if not self._config.caches_prefixes:
             raise ValueError(conflict_text(SESSION_ID, "--no-enable-prefix-caching"))
         self._check_sparsity(params)
-        if self._drops_blocks and params.kv_sparsity != "none":
-            raise ValueError(conflict_text(SESSION_ID, "--kv-sparsity evict"))
+        if self._drops_blocks and params.kv_sparsity != "none" and not self._config.offload.backend:
+            raise ValueError(need_text(SESSION_EVICT, ["--kv-offloading-size", "--kv-offload dir="]))
 
     def _ranges_to_discard(self, prompt: list[int], params: SamplingParams, terms: CacheOptions) -> TokenRanges:
         """The tokens to drop: because the context is too long, or because the session dropped them before."""

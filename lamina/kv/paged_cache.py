@@ -74,10 +74,13 @@ class LayerCache:
             else:
                 stored[slot_mapping.blocks, :, slot_mapping.offsets] = new
         if self.bounds is not None:
-            whole = slot_mapping.blocks[slot_mapping.offsets == self.k.shape[2] - 1]
-            if len(whole):
-                keys = dequantise(self.k[whole], self.scales.k[whole] if self.scales else None)
-                self.bounds[:, whole] = torch.stack(torch.aminmax(keys, dim=2)).to(self.bounds.dtype)
+            self.update_bounds(slot_mapping.blocks[slot_mapping.offsets == self.k.shape[2] - 1])
+
+    def update_bounds(self, blocks: Tensor) -> None:
+        """Compute the bounds of ``blocks`` [n] int64 from the K that they hold, if queries select blocks."""
+        if self.bounds is not None and len(blocks):
+            keys = dequantise(self.k[blocks], self.scales.k[blocks] if self.scales else None)
+            self.bounds[:, blocks] = torch.stack(torch.aminmax(keys, dim=2)).to(self.bounds.dtype)
 
 
 def _bits(x: Tensor) -> NDArray[np.generic]:

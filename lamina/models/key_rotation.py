@@ -21,7 +21,7 @@ from lamina.protocol.step_plan import LayerShape, Rotary
 
 from .errors import UnsupportedModelError
 
-TOKENS = (1, 7)  # any tokens will do
+TOKENS = (1, 7)  # any tokens will do that the slices have embeddings of
 SLACK = 16.0  # times the rounding error
 ANGLE_ERROR = 2.0**-22  # radians a position, since models compute angles in fp32
 
@@ -32,15 +32,21 @@ class _LayerKV(NamedTuple):
 
 
 def find_rotary(
-    program: Any, model: nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype, max_len: int, device: torch.device
+    program: Any,
+    model: nn.Module,
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    max_len: int,
+    device: torch.device,
+    tokens: Sequence[int] = TOKENS,
 ) -> list[LayerShape]:
-    """Return ``layers`` with the rotation of their keys. ``program``: slices that can run, without other ranks. Raises
-    UnsupportedModelError if stored keys cannot be rotated.
+    """Return ``layers`` with the rotation of their keys. ``program``: slices that can run, without other ranks;
+    ``tokens``: some that they have embeddings of. Raises UnsupportedModelError if stored keys cannot be rotated.
     """
     import msgspec
 
     positions = sorted({0, 1, 2, 5, max_len // 3, max_len // 2, max_len - 1})
-    runs = [_run(program, layers, token, positions, dtype, device) for token in TOKENS]
+    runs = [_run(program, layers, token, positions, dtype, device) for token in tokens]
     known = list(_frequencies(model))
     proved = list[LayerShape]()
     for number, layer in enumerate(layers):
@@ -103,6 +109,8 @@ def _rotary(
     dtype: torch.dtype,
 ) -> Rotary:
     eps = torch.finfo(dtype).eps
+    if not any(s.k.any() for s in seen):
+        raise _refused(number, "its K is zero, which proves nothing")
     if any(_differs(s.v, s.v[:1].expand_as(s.v), eps, 0.0) for s in seen):
         raise _refused(number, "its V depends on the position")
     for rotary in [Rotary(b""), *_candidates(layer.qk_dim, known)]:

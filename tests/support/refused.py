@@ -134,13 +134,12 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_key_file": "/key"}, "--kv-offload key= needs --kv-offload dir=, because it is the secret of the directory: add it, or leave out --kv-offload key="),
     ({"kv_store_ttl": "1", "kv_store_dir": "/kv"}, "--kv-offload ttl=1 is not a time above 0 with its unit, such as 100ms"),
     ({"context_overflow": "truncate", "keep_first": 100}, "--context-overflow truncate:keep-first=100 is not whole pages: use a multiple of 128"),
-    ({"context_overflow": "truncate", "tensor_parallel_size": 2}, "--context-overflow truncate does not go with --tensor-parallel-size 2 or more, because ranks cannot move KV yet: leave one out"),
     ({"kv_budget": 64}, "--kv-sparsity evict:budget= needs --kv-sparsity evict or --kv-sparsity select, because otherwise all KV stays, and all of it is attended: add it, or leave out --kv-sparsity evict:budget="),
     ({"kv_sparsity": "select", "kv_observation_window": 16}, "--kv-sparsity evict:window= needs --kv-sparsity evict, because only evict chooses blocks by a prompt's last tokens: add it, or leave out --kv-sparsity evict:window="),
     ({"kv_sparsity": "evict", "kv_budget": 64, "kv_sink": 64, "kv_recent": 64}, "--kv-sparsity evict:budget=64 has no room after sink=64 and recent=64, which take 5 blocks of 32 tokens: use at least 192"),
     ({"kv_sparsity": "evict", "kv_error_budget": "top9=0.1"}, "kv_error_budget top9=0.1: 'top9=0.1' is none of top1=, kl= and shadow= with a number, such as top1=0.1,kl=0.1,shadow=0.05; default stands for these"),
     ({"kv_sparsity": "evict", "kv_error_budget": "kl=3"}, "--kv-sparsity evict:max-kl= must be above 0 and at most 1, not 3"),
-    ({"kv_sparsity": "evict", "context_overflow": "truncate"}, "--kv-sparsity evict does not go with --context-overflow truncate, because a session's next turn needs all KV: leave one out"),
+    ({"kv_sparsity": "evict", "context_overflow": "truncate"}, "--kv-sparsity evict does not go with --context-overflow truncate, because KV with holes cannot be moved: leave one out"),
 ]
 MODEL_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transport": "pigeon"}, "--transport: unknown transport 'pigeon'; choose one of loopback, shm, tcp, cuda, mlx5, gin, verbs, auto, emulate"),

@@ -123,23 +123,33 @@ class SessionCache(Feature):
         if sequence.output.went_wrong and not sequence.do_not_cache:
             keys = index.keys_of(sequence, index.num_filled_tokens(sequence))
             return [*index.delete_ops(sequence.id, [*keys, *index.states.keys_along(sequence)])]
-        if sequence.turn.discarded_ranges or sequence.kept.drops_blocks or sequence.do_not_cache:
+        if sequence.turn.discarded_ranges or sequence.do_not_cache:
             return []
+        session = self._prefix_cache.session_to_retain(sequence)
+        if sequence.kept.drops_blocks:  # pages of its prompt are stored, and the pool keeps none
+            length = index.num_filled_tokens(sequence)
+            if session is not None:
+                session.length, session.location = length, sequence.location
+                self._set_pages(index, session, sequence, index.keys_of(sequence, length))
+            return [*index.retention_ops(sequence, length)]
         if not isinstance(op, Truncate):  # others have all of it, or the op frees others
             length = min(sequence.num_computed_tokens, len(sequence.tokens))
             own = isinstance(op, Free) and op.sequence == sequence.id
             return [*index.retention_ops(sequence, length)] if own else []
-        if (session := self._prefix_cache.session_to_retain(sequence)) is not None:
-            keys = index.keys_of(sequence, op.length, parts=True)
-            still = set(keys)
-            session.stale_page_keys |= {key: None for key in session.keys if key not in still}
-            self._sessions.set_pages(session, keys)
-            session.salt = sequence.salt
-            session.tokens = array("I", sequence.tokens[: len(keys) * index.page_size])
+        if session is not None:
+            self._set_pages(index, session, sequence, index.keys_of(sequence, op.length, parts=True))
         saves = [*index.save_ops(sequence, op.length), *index.save_states_ops(sequence)]
         if session is not None:
             session.stale_page_keys |= dict.fromkeys(index.states.keys_along(sequence))
         return [*saves, *index.retention_ops(sequence, op.length)]
+
+    def _set_pages(self, index: OffloadIndex, session: SessionState, turn: Sequence, keys: list[bytes]) -> None:
+        """Record the stored pages of a session's last turn, with their tokens."""
+        still = set(keys)
+        session.stale_page_keys |= {key: None for key in session.keys if key not in still}
+        self._sessions.set_pages(session, keys)
+        session.salt = turn.salt
+        session.tokens = array("I", turn.tokens[: len(keys) * index.page_size])
 
     def export_session(self, name: SessionName) -> SessionCopy | None:
         """Export a session for another engine; None: there is none. Raises ValueError if that would find no KV."""

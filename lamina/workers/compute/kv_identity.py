@@ -37,7 +37,7 @@ def kv_identity(start: StartCompute, loaded: Any, layers: list[LayerShape], dtyp
         weights = f"{weights} rows as {start.model.quantization_compute}"
     return Identity(
         weights=weights,
-        layers=(*map(str, shapes), _recipe(start)),
+        layers=(*map(str, shapes), _recipe(start), *_selection(start)),
         rope=json.dumps(config, sort_keys=True, default=str),
         wire_dtype=str(dtype),
         kv_dtype=start.kv.kv_cache_dtype,
@@ -52,6 +52,14 @@ def _recipe(start: StartCompute) -> str:
         return ""
     facts = (start.batching.prefill_chunk, start.topology.tensor_parallel_size, start.model.gemm, start.kv.attention)
     return str((*facts, torch.__version__, build_id()))
+
+
+def _selection(start: StartCompute) -> list[str]:
+    """Return what K and V of answers depend on if their queries select blocks; nothing if not so."""
+    kv = start.kv
+    if not kv.selects_blocks:
+        return []
+    return [str((kv.kv_sparsity, kv.kv_budget, kv.kv_full_layers, kv.kv_sink, kv.kv_recent, kv.block_size))]
 
 
 def files_digest(checkpoint: Path) -> str:

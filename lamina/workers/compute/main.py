@@ -156,9 +156,13 @@ class ComputeServer(ModelServer):
         """
         from lamina.models.key_rotation import find_rotary
 
-        layers = find_rotary(
-            self._program, cut.loaded_model.model, cut.layers, cut.dtype, cut.max_len, self.staging.device
-        )
+        # A rank's slices have no collectives yet, and compute as if all ranks had its data. So all rows stay alike. It
+        # has embeddings of its own tokens alone.
+        program = cut.program if self._program is None else self._program
+        rank, size = self.start.rank, self.start.topology.tensor_parallel_size
+        own = (2 * rank + 1) * cut.loaded_model.config.get_text_config().vocab_size // (2 * size)
+        model, tokens = cut.loaded_model.model, (own, own + 1)
+        layers = find_rotary(program, model, cut.layers, cut.dtype, cut.max_len, self.staging.device, tokens)
         self.clock.lap("rotary_s")
         return cut._replace(layers=layers)
 

@@ -240,6 +240,11 @@ class KvStore:
                 if (rotary := self.bind_request.layers[layer].rotary) is not None:
                     rotate_blocks(piece.kv, list(blocks[piece.group] or ()), rotary, delta)
 
+    def update_bounds(self, blocks: Sequence[Sequence[int] | None], layers: range) -> None:
+        """Compute the bounds of ``blocks``, given by group, whose K was loaded; None for a group without any."""
+        for piece in (piece for layer in layers for piece in self.layers[layer]):
+            piece.kv.update_bounds(torch.tensor(blocks[piece.group] or (), dtype=torch.int64))
+
     def _check_moved(self, row: RowRange) -> None:
         """Raise PlanError if a sequence's location is invalid, or has more pieces here than the slots of O have space
         for.

@@ -16,6 +16,7 @@ from lamina import LLM, RequestOutput, SamplingParams
 from lamina.protocol.step_plan import BlockScoresReport
 from lamina.scheduler.kv_manager.offload_index import OffloadIndex
 from lamina.scheduler.kv_manager.prefix_cache import PrefixCache
+from lamina.scheduler.sessions.session_table import SessionInfo
 from lamina.scheduler.sparsity.pruning import BlockPruner
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -147,6 +148,67 @@ def test_prompts_are_saved_before_their_blocks_drop_and_later_ones_load_them(lla
     assert [[one[0] for one in x] for x in first] == [[one[0] for one in x] for x in sparse]
     assert [[one[0] for one in x] for x in again] == [[one[0] for one in x] for x in first]
     assert loaded >= 3 * 128 + 2 * 128, "whole pages of the two long prompts"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", ["host", "file"])
+def test_turns_of_a_session_load_their_prompts_though_blocks_drop(tier: str, llama_path: Path, tmp_path: Path) -> None:
+    """And after a restart, if they are on disk. The tokens are those of prompts without a name, which load nothing."""
+    store = {"kv_store_dir": str(tmp_path)} if tier == "file" else {"kv_offloading_size": "64MiB"}
+
+    def turns(llm: LLM, name: str | None, said: list[int], count: int) -> tuple[list[int], list[int]]:
+        cached = list[int]()
+        for _ in range(count):
+            (output,) = llm.generate([said], PARAMS, session_id=name)
+            cached.append(output.num_cached_tokens or 0)
+            said = [*said, *output.outputs[0].token_ids, *PROMPTS[1][len(said) % 100 :][:6]]
+        return said, cached
+
+    with LLM(str(llama_path), **EVICT) as llm:
+        wanted, _ = turns(llm, None, PROMPTS[0][:300], 4)
+        with pytest.raises(ValueError, match="session_id with .* needs .* or .*: add it"):
+            turns(llm, "mine", PROMPTS[0][:300], 1)
+        llm.generate([PROMPTS[0][:300]], DENSE, session_id="mine")
+        assert llm.sessions()[0].tier == "pool", "whoever drops no blocks needs no storage"
+    with LLM(str(llama_path), **EVICT, **store) as llm:
+        said, cached = turns(llm, "mine", PROMPTS[0][:300], 3)
+        assert cached == [0, 256, 256]
+        assert dict(llm.engine.sessions.hits) == {tier: 2}
+        assert llm.sessions() == [SessionInfo("mine", 3, 256, tier)]
+        assert dropped(llm) > 0
+        if tier == "host":
+            said, _ = turns(llm, "mine", said, 1)
+            assert llm.drop_session("mine")
+            assert llm.generate([said], PARAMS)[0].num_cached_tokens == 0, "its pages went with it"
+        llm.engine.finish_in_flight()  # pages in flight to storage are there
+    if tier == "file":
+        with LLM(str(llama_path), **EVICT, **store) as llm:
+            said, cached = turns(llm, "mine", said, 1)
+            assert cached == [256]
+            assert dropped(llm) > 0
+    assert said == wanted
+
+
+@pytest.mark.long
+def test_queries_select_among_loaded_blocks_as_among_computed_ones(llama_path: Path, tmp_path: Path) -> None:
+    """Loaded by another engine, from a directory. One that attends everything finds nothing there."""
+    found, loaded = list[RequestOutput](), list[int]()
+    with LLM(str(llama_path), **SELECT) as llm:
+        wanted = llm.generate(LONG, PARAMS)
+    for options in (SELECT, SELECT, {**SELECT, "memory_workers": 2, "transport": "shm"}, TINY):
+        with LLM(str(llama_path), **options, kv_store_dir=str(tmp_path)) as llm:
+            found += llm.generate(LONG, PARAMS)
+            loaded.append(llm.engine.scheduler.features[OffloadIndex].num_hit_tokens)
+            llm.engine.release_idle_blocks()
+            llm.engine.finish_in_flight()
+    assert loaded == [0, 2 * 256, 2 * 256, 0]
+    for output, want in zip(found, wanted * 3, strict=False):
+        each = zip(output.outputs[0].logprobs or (), want.outputs[0].logprobs or (), strict=True)
+        assert output.outputs[0].token_ids == want.outputs[0].token_ids
+        for some, others in each:
+            assert {k: v.logprob for k, v in some.items()} == {
+                k: pytest.approx(v.logprob, abs=1e-4) for k, v in others.items()
+            }
 
 
 def test_more_sequences_fit() -> None:

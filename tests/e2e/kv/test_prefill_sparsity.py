@@ -1,4 +1,6 @@
-"""Prefill workers with sequences that lose blocks after their prompts: compute workers run the rows that are scored."""
+"""Prefill workers with sequences that lose blocks after their prompts, whose last rows compute workers run; and with
+queries that select blocks.
+"""
 
 from __future__ import annotations
 
@@ -67,3 +69,27 @@ def test_the_same_blocks_are_lost_and_the_tokens_are_the_same(options: dict[str,
         assert facts["rows"] >= first, "all but the rows that are scored"
     else:
         assert facts["preempted"] > 0
+
+
+@pytest.mark.no_retry
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_workers": 2, "prefill_pipeline": 2}, {"kv_offloading_size": "64MiB"}, {"tensor_parallel_size": 2}],
+    ids=str,
+)
+def test_queries_select_the_same_blocks_of_prompts_that_prefill_workers_compute(
+    options: dict[str, Any], llama_path: Path
+) -> None:
+    """A request that attends everything gets other tokens, so the selection shows."""
+    found = list[list[list[int]]]()
+    dense = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, kv_sparsity="none")
+    base = {name: value for name, value in OPTIONS.items() if name != "kv_observation_window"}
+    for more in ({}, {"prefill_workers": 1}):
+        own = {name: value for name, value in options.items() if more or not name.startswith("prefill")}
+        with LLM(str(llama_path), **{**base, "kv_sparsity": "select", **more, **own}) as llm:
+            found.append([list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, PARAMS)])
+            rows = sum(s["rows"] for worker, s in llm.stats().items() if worker.startswith("prefill"))
+            assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, dense)] != found[-1]
+    assert found[0] == found[1]
+    assert rows >= sum(len(prompt) - CHUNK for prompt in PROMPTS), "prefill workers computed prompts"

@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
 
 
 PREFILL: dict[str, Any] = {"prefill_workers": 1, "prefill_chunk": 64, "block_size": 32}
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "transport": "shm"}
 
 
 def text(number: int, length: int) -> list[int]:
@@ -84,6 +85,9 @@ class Mirror:
         ({"memory_workers": 1, "pipeline": 2, "keep_first": 0}, 0, STEP),
         ({"memory_workers": 2, **PREFILL}, FIRST, STEP),
         ({"memory_workers": 2, **PREFILL, "prefill_workers": 2, "prefill_pipeline": 2, "keep_first": 0}, 0, STEP),
+        ({"memory_workers": 4, **RANKS}, FIRST, STEP),
+        ({"memory_workers": 4, **RANKS, "partition": "token", "truncate_ratio": 0.5, "keep_first": 0}, 0, 2 * STEP),
+        ({"memory_workers": 2, **RANKS, **PREFILL}, FIRST, STEP),
     ],
     ids=str,
 )
@@ -200,7 +204,12 @@ def test_tokens_that_are_named_go_from_the_middle_of_a_session(llama_path: Path)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options",
-    [{"memory_workers": 1}, {"memory_workers": 2, "partition": "request"}, {"memory_workers": 2, **PREFILL}],
+    [
+        {"memory_workers": 1},
+        {"memory_workers": 2, "partition": "request"},
+        {"memory_workers": 2, **PREFILL},
+        {"memory_workers": 2, **RANKS},
+    ],
     ids=str,
 )
 def test_a_session_that_has_lost_tokens_wakes_from_a_directory(
@@ -216,7 +225,7 @@ def test_a_session_that_has_lost_tokens_wakes_from_a_directory(
     assert output.outputs[0].token_ids == mirror.answer(said[:440], 12)
     mirror.keep(384)
     mirror.shift(128, 128)
-    with LLM(str(llama_path), **OPTIONS, **store, **options) as llm:
+    with LLM(str(llama_path), **{**OPTIONS, **store, **options}) as llm:
         said += text(2, 20)
         (output,) = llm.generate([said], PARAMS, session_id="mine", kv_discard=[(128, 256)])
         assert output.num_cached_tokens == mirror.length == 256

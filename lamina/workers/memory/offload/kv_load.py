@@ -318,8 +318,10 @@ class KvLoader:
             each.mark_missing(page, came)
         elif at is not None and came:
             self._atoms.write(at, came, staging, layers)
-            if each.op.page_shift and isinstance(at, PageBlocks):
-                self._store.rotate(at.blocks, -each.op.page_shift, layers)
+            if isinstance(at, PageBlocks):
+                if each.op.page_shift:
+                    self._store.rotate(at.blocks, -each.op.page_shift, layers)
+                self._store.update_bounds(at.blocks, layers)
             staging.record_event()()  # rows use another queue of the device
             nbytes = sum(x.nbytes for x in came.values())
             load.run_bytes += nbytes
