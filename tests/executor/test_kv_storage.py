@@ -29,7 +29,7 @@ def test_workers_on_loan_store_nothing_and_get_no_secret_and_no_directory(tmp_pa
 
 
 def test_a_size_above_what_the_disk_has_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What its own segments take is there for it."""
+    """The bytes of its own segments count as free."""
     free, folder = shutil.disk_usage(tmp_path).free, tmp_path / "kv"
     folder.mkdir(mode=0o700)
     (folder / "segment-000001").write_bytes(bytes(64 << 20))
