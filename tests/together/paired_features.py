@@ -139,6 +139,8 @@ def merged(rows: Sequence[Row]) -> dict[str, Any] | None:
         for name, value in row.options.items():
             if options.setdefault(name, value) != value:
                 return None
+    if options.get("kv_sparsity") == "select" and {"kv_offloading_size", "kv_store_dir"} & {*options}:
+        options["kv_memory"] = "3400KiB"  # later rounds evict earlier ones, and no sequence is preempted
     if options.get("partition") == "spill" and "tensor_parallel_size" in options:  # each rank spills to its own workers
         options |= {"memory_workers": 4, "kv_memory": f"{kib // 2}KiB"}
     return options

@@ -161,6 +161,7 @@ def test_turns_of_a_session_load_their_prompts_though_blocks_drop(tier: str, lla
         for _ in range(count):
             (output,) = llm.generate([said], PARAMS, session_id=name)
             cached.append(output.num_cached_tokens or 0)
+            llm.engine.finish_in_flight()  # pages in flight to storage are there
             said = [*said, *output.outputs[0].token_ids, *PROMPTS[1][len(said) % 100 :][:6]]
         return said, cached
 
@@ -180,7 +181,6 @@ def test_turns_of_a_session_load_their_prompts_though_blocks_drop(tier: str, lla
             said, _ = turns(llm, "mine", said, 1)
             assert llm.drop_session("mine")
             assert llm.generate([said], PARAMS)[0].num_cached_tokens == 0, "its pages went with it"
-        llm.engine.finish_in_flight()  # pages in flight to storage are there
     if tier == "file":
         with LLM(str(llama_path), **EVICT, **store) as llm:
             said, cached = turns(llm, "mine", said, 1)
