@@ -127,7 +127,6 @@ FAST = (
     ("--context-overflow truncate", "--prefill-workers 1"), ("--tensor-parallel-size 2", "--prefill-workers 1"),
     ("--kv-sparsity evict", "--prefill-workers 1"), ("--kv-sparsity evict", "--pipeline auto"),
     ("--context-overflow truncate", "--tensor-parallel-size 2"), ("--kv-sparsity select", "--prefill-workers 1"),
-    ("--kv-offload dir=", "--kv-sparsity select"),
 )  # fmt: skip
 
 
@@ -139,8 +138,6 @@ def merged(rows: Sequence[Row]) -> dict[str, Any] | None:
         for name, value in row.options.items():
             if options.setdefault(name, value) != value:
                 return None
-    if options.get("kv_sparsity") == "select" and {"kv_offloading_size", "kv_store_dir"} & {*options}:
-        options["kv_memory"] = "3400KiB"  # later rounds evict earlier ones, and no sequence is preempted
     if options.get("partition") == "spill" and "tensor_parallel_size" in options:  # each rank spills to its own workers
         options |= {"memory_workers": 4, "kv_memory": f"{kib // 2}KiB"}
     return options
