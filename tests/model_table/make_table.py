@@ -34,7 +34,7 @@ TIE = 1e-4  # difference of the two best logits below which either token is righ
 VERDICTS = SAME, REFUSED, WRONG, NOT_BUILT, NOT_RUN = "same", "refused", "wrong", "not built", "not run"
 # Kinds of reasons, by the texts of refusals; the first that fits.
 REASONS = {
-    "State that Lamina does not support: some recurrence, linear attention and convolution, or a position counter":
+    "State of a recurrence, linear attention, convolution or position counter that Lamina does not support":
         r"outside of attention|is of type (linear|conv|hybrid|moe)|has no softmax attention.*\(\w*"
         r"(Mamba|Delta|Linear\w*Attention|Recurr|Conv|Rwkv|RWKV|Lightning|LSTM|Ssm|Mixer|Lru)\w*\)",
     "Attention that selects tokens by their content, compresses K and V, or keeps a cache of its own":
