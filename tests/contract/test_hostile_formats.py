@@ -87,5 +87,5 @@ def test_headers_that_lie(name: str) -> None:
         lies = [weight._replace(shape=s) for s in sorted(shapes)] + [weight._replace(dtype=d) for d in DTYPES]
         errors = [error for lie in lies if (error := answer({**stored, part: lie}, settings))]
         assert all(weight.name.rpartition(".")[0] in error and "\n" not in error for error in errors)
-        assert errors or part.endswith("weight_shape")
+        assert errors or part.endswith(("weight_shape", "input_scale"))  # these are not read
         answer({other: w for other, w in stored.items() if other != part}, settings)

@@ -351,8 +351,8 @@ def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
         while llm.engine.has_work:
             llm.engine.step()
     ways: dict[str, dict[str, Any]] = {
-        "parts were measured": {"memory_workers": 2, "memory_weights": "measured"},
-        "--pipeline auto, because it has measured": {"plan": "auto", "memory_workers": 1},
+        "weights were measured": {"memory_workers": 2, "memory_weights": "measured"},
+        "--pipeline auto, because auto has measured": {"plan": "auto", "memory_workers": 1},
     }
     for words, options in ways.items():
         with (

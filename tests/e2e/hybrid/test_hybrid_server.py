@@ -21,7 +21,7 @@ from support.models.hybrids import HYBRIDS, build_hybrid, greedy, greedy_without
 from lamina.cli.launch import main
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.no_retry]
-COUNT = 60
+COUNT = 120  # so many that no stream ends before a reader that waits for a core has its first tokens
 KEY = "the-operator"
 TEXTS = prompts(5, 60, 33)
 MODULES = {"engine": "server.engine_client.engine_process"}
