@@ -176,6 +176,11 @@ class Debtor:
             del self.loans[loan.creditor, loan.lease]
         return over
 
+    def on_guest_ended(self, creditor: str, lease: int, now: float) -> None:
+        """End a lease whose memory worker has ended. The next search waits, as the next one may end as soon."""
+        if self.loans.pop((creditor, lease), None) is not None:
+            self._search_at = max(self._search_at, now + self.terms.retry_s)
+
     # Search for more blocks
     def _begin_search(self, now: float) -> list[Outgoing]:
         if self.num_wanted < self.num_least or self._search is not None or now < self._search_at:

@@ -62,6 +62,17 @@ def test_it_asks_nobody_for_less_than_is_of_use() -> None:
     assert all(to != LEDGER for to, _ in debtor.tick(2.0))
 
 
+def test_after_the_end_of_a_guest_it_waits_as_after_a_search_that_finds_nothing() -> None:
+    """A creditor that cannot start one would be asked again at once, each time for a change of the engine's memory."""
+    debtor = searching()
+    debtor.on_message(granted(2, "a", lease=7), 0.2)
+    debtor.on_guest_ended("a", 7, 0.3)
+    debtor.on_guest_ended("a", 8, 1.5)
+    debtor.num_wanted = 5
+    assert (debtor.num_borrowed, debtor.tick(2.2)) == (0, [])
+    assert debtor.tick(2.4) == [(LEDGER, CandidatesRequest(debtor="d", number=3, blocks=5))]
+
+
 def test_it_asks_for_as_much_as_one_has_and_goes_on_for_the_rest() -> None:
     debtor = searching(5, Candidate("a", "", 2))
     assert debtor.on_message(granted(2, "a", blocks=2), 0.2) == [

@@ -60,7 +60,7 @@ class Borrower(EngineFeature):
         self._looked = self._asked = self._stranded = 0.0
         self._unused: float | None = None  # the time since which loans are unused
         self._epoch = time.time() - time.monotonic()  # from the engine's clock to the one that hosts share
-        self._least = (0, 0), 1  # memory workers and blocks, and what ``_least_useful`` says of them
+        self._least = 0, 0, 1  # memory workers, the most blocks tried with them, and what ``_least_useful`` has found
         self._pause: Callable[[], object] = lambda: time.sleep(MOMENT_S)
 
     @property
@@ -162,11 +162,12 @@ class Borrower(EngineFeature):
 
     def _least_useful(self, most: int) -> int:
         """Return the blocks of the smallest loan that can be used; more than ``most`` if all up to that are useless."""
-        state = len(self._registry.memory), most
-        if self._least[0] != state:
+        members, (had, tried, least) = len(self._registry.memory), self._least
+        if members != had or tried < min(least, most):
             useful = bisect_left(range(1, most + 1), True, key=lambda blocks: not self._refusal(blocks * BLOCK_BYTES))
-            self._least = state, 1 + useful
-        return self._least[1]
+            least = 1 + useful
+            self._least = members, most, least
+        return least
 
     def _loan_of(self, index: int) -> list[int]:
         """Return the numbers of the memory workers of a loan, of which ``index`` is one."""
@@ -192,13 +193,15 @@ class Borrower(EngineFeature):
         lent = sum(sum(rank[self._homes // self._size :]) for rank in self._workers.kv_bytes)
         coming = self._links.borrowed_blocks - -(-lent // BLOCK_BYTES)
         wanted = lacking if coming <= 0 else 0
-        own = min(wanted, self._links.reclaimable)
-        if own and not self._refusal(own * BLOCK_BYTES):
+        reclaimable, most = self._links.reclaimable, max(0, self._most - self._links.borrowed_from_others)
+        least = self._least_useful(max(reclaimable, most)) if wanted else 1
+        needed = max(wanted, least) if wanted else 0  # as less than is of use helps nobody
+        if (own := min(needed, reclaimable)) >= least:
             self._links.reclaim(own)
         else:
             own = 0
-        of_others = 0 if own else max(0, min(wanted, self._most - self._links.borrowed_from_others))
-        if (least := self._least_useful(of_others)) > of_others:
+        of_others = 0 if own else min(needed, most)
+        if of_others < least:
             of_others, least = 0, 1
         self._links.request_blocks(of_others, since, is_waiting=lacking > 0, least=least)
         if lacking or not guests or coming > 0:

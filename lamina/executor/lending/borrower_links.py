@@ -201,7 +201,7 @@ class BorrowerLinks:
             self.debt_cycles = len(message.cycles)
             return []
         if isinstance(message, GuestEnded):
-            self._debtor.loans.pop((peer, message.lease), None)
+            self._debtor.on_guest_ended(peer, message.lease, now)
             for guest in self._guests.get((peer, message.lease), []):
                 guest.lost_reason = message.fate
             return []

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from lamina.kv.eviction_policy import EvictionRank, PageUsage
 from lamina.kv.pages import Page, PageFragment
@@ -46,7 +47,8 @@ class PageIndex:
         a fixed time, the same for all that open it.
         """
         self._clock = clock
-        os.close(folder.open(INDEX, os.O_RDWR | os.O_CREAT))  # its log gets the same mode
+        opened = folder.write_at_start(partial(folder.open, INDEX, os.O_RDWR | os.O_CREAT))
+        os.close(opened)  # its log gets the same mode
         self._name = folder.name
         self._lock = threading.Lock()
         self._touched: dict[tuple[bytes, bytes], tuple[int, float]] = {}  # page -> uses, and the time of the last one

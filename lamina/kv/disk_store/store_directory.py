@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -20,6 +21,7 @@ LOCK, SECRET, ERA, INDEX, KEY, SEGMENT, DRAFT = "lock", "secret", "era", "index.
 _LOCK_S = 10.0  # seconds for the first worker of a server to clean up after an earlier one
 _POLL_S = 0.02
 _SMALL_BYTES = 1 << 17  # of the index of an empty store, and its log
+_NO_SPACE = errno.ENOSPC, errno.EDQUOT
 
 
 class StoreDirectory:
@@ -118,12 +120,15 @@ class StoreDirectory:
         try:
             return write()
         except OSError as e:
-            raise (self.full_error if self.is_full else e) from None
+            raise (self.full_error if e.errno in _NO_SPACE else e) from None
 
     def room_bytes(self) -> int:
         """Return the bytes that segments can have: those on the disk, and the free space of its file system."""
         names = [name for name in self.list_names() if name.startswith(SEGMENT)]
-        taken = sum(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks for name in names) * 512
+        taken = 0
+        for name in names:
+            with suppress(FileNotFoundError):  # another server may still remove some
+                taken += os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
         disk = os.fstatvfs(self.fd)
         return taken + disk.f_bavail * disk.f_frsize
 
@@ -146,7 +151,7 @@ class StoreDirectory:
         """Join the workers of ``server``. Returns True if no other worker can open the store before ``allow_others``.
         Raises ValueError if another server has it open.
         """
-        self._lock = self.open(LOCK, os.O_RDWR | os.O_CREAT)
+        self._lock = self.write_at_start(partial(self.open, LOCK, os.O_RDWR | os.O_CREAT))
         end = time.monotonic() + _LOCK_S
         while True:
             if self._try(fcntl.LOCK_EX):

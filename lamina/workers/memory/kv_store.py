@@ -242,7 +242,7 @@ class KvStore:
 
     def update_bounds(self, blocks: Sequence[Sequence[int] | None], layers: range) -> None:
         """Compute the bounds of ``blocks``, given by group, whose K was loaded; None for a group without any."""
-        for piece in (piece for layer in layers for piece in self.layers[layer]):
+        for piece in (x for layer in layers if self.selects_blocks[layer] for x in self.layers[layer]):
             piece.kv.update_bounds(torch.tensor(blocks[piece.group] or (), dtype=torch.int64))
 
     def _check_moved(self, row: RowRange) -> None:

@@ -129,14 +129,24 @@ def test_its_own_is_asked_for_before_that_of_others(
     assert (own.lacks_since < NEVER) == bool(stripes)
 
 
-@pytest.mark.parametrize(("smallest", "ranks", "wanted", "least"), [(3, 1, 4, 3), (2, 2, 4, 4), (9, 1, 0, 1)])
+@pytest.mark.parametrize(
+    ("smallest", "ranks", "wanted", "least"), [(3, 1, 4, 3), (2, 2, 4, 4), (9, 1, 9, 9), (64, 1, 64, 64), (65, 1, 0, 1)]
+)
 def test_it_asks_for_no_loan_that_is_too_small_for_its_ranks(
     smallest: int, ranks: int, wanted: int, least: int
 ) -> None:
-    """``smallest``: blocks of a memory worker that is of use. It would give less back, and get it again, for ever."""
+    """``smallest``: blocks of a memory worker that is of use. It would give less back, and get it again, for ever. It
+    lacks 4, so it takes more if need be, up to borrow.max, 64 blocks.
+    """
     links, own = Links(), {"memory_workers": 2 * ranks, "tensor_parallel_size": ranks}
     borrower(links, Elastic(smallest * BLOCK_BYTES), options=own).between_rounds(engine_with((0, 0), 8 * 16))
     assert (links.told, links.least) == ([wanted], least)
+
+
+def test_it_takes_more_of_its_own_than_it_lacks_if_less_is_of_no_use() -> None:
+    links, own = Links(16), SimpleNamespace(local_need="", lacks_since=NEVER)
+    borrower(links, Elastic(9 * BLOCK_BYTES), own).between_rounds(engine_with((0, 0), 8 * 16))
+    assert links.told == [9, 0]
 
 
 def test_its_claim_is_that_of_its_oldest_request_and_grows_as_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:

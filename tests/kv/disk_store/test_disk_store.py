@@ -578,6 +578,33 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path) -> None:
     assert run.stdout.splitlines() == [line, line], run.stderr
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_start_that_fails_says_that_space_lacks_only_if_it_does(
+    is_full: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota or a lack of inodes shows in the error alone, and a full disk may have other faults."""
+    monkeypatch.setattr(StoreDirectory, "is_full", is_full)
+
+    def fail(code: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with closing(StoreDirectory(str(path))) as folder:
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            with pytest.raises(ValueError, match="no space is left on its disk"):
+                folder.write_at_start(lambda code=code: fail(code))  # type: ignore[misc]
+        with pytest.raises(PermissionError):
+            folder.write_at_start(lambda: fail(errno.EACCES))
+
+
+def test_segments_that_another_server_removes_are_no_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that still ends may have the directory while the next one starts."""
+    with closing(StoreDirectory(str(path))) as folder:
+        before = folder.room_bytes()
+        names = [*folder.list_names(), "segment-000009"]
+        monkeypatch.setattr(folder, "list_names", lambda: names)
+        assert folder.room_bytes() == pytest.approx(before, rel=0.5)
+
+
 def test_reads_while_another_worker_takes_the_space(opener: Opener) -> None:
     """A page that goes while it is read counts as absent, not as damaged."""
     writer, reader = opener(), opener(workers=2)
