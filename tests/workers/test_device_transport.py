@@ -17,6 +17,7 @@ import pytest
 import torch
 from cuda_emulation import EmulatedKernels, emulated, needs_gxx
 from memory_peer import GEOMETRY, LAYERS, WAIT_S, Model, Pool, bind, memory_pool, model, shape
+from running import eventually
 from stand_in_device import CPU, Recorded, StandIn
 from stand_in_gpu import StandInGpu, stand_in_gpus
 from torch import Tensor
@@ -188,6 +189,8 @@ def test_a_layer_is_six_launches_of_a_memory_worker(gpu: Make, monkeypatch: pyte
             there.pool.check_errors()
             for layer, o in enumerate(found):
                 torch.testing.assert_close(o, there.oracle(rows, layer).float(), atol=1e-4, rtol=1e-4)
+            written = (number + 1) * len(layers)  # K and V of the last layer are written after its O has left
+            assert eventually(lambda count=written: kernels.launched["lamina_append"] == count, 30.0)
         kernels.launched.subtract(computed)
         each = {"messages": sum(x.launches for x in made) - messages, **kernels.launched}
         assert each.pop("lamina_plan") <= 2 * len(layers)

@@ -178,6 +178,8 @@ def test_guests_end_by_themselves_after_one_of_their_lease_has(street: Street, m
     guests = [guest_of(debtor) for _ in range(3)]
     until(lambda: len(service.guests) == 3, "some do not start")
     processes = [guest.process for guest in service.guests.values()]
+    tasks = [f"/proc/{process.pid}/task" for process in processes]  # each notices SIGTERM by its third thread
+    until(lambda: all(len(os.listdir(path)) >= 3 for path in tasks), "some do not serve")
     guests[0].sock.close()
     until(lambda: service.creditor.free_blocks == 8, "the blocks do not come back")
     assert [process.exit_status for process in processes] == [0, 0, 0], "some were killed"
