@@ -195,7 +195,7 @@ class Borrower(EngineFeature):
         wanted = lacking if coming <= 0 else 0
         reclaimable, most = self._links.reclaimable, max(0, self._most - self._links.borrowed_from_others)
         least = self._least_useful(max(reclaimable, most)) if wanted else 1
-        needed = max(wanted, least) if wanted else 0  # as less than is of use helps nobody
+        needed = max(wanted, least) if wanted else 0  # a smaller loan is of no use
         if (own := min(needed, reclaimable)) >= least:
             self._links.reclaim(own)
         else:
