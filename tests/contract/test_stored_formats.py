@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from lamina.models.convert import convert_model
 from lamina.models.errors import ModelError
 from lamina.models.load import load
+from lamina.models.quantization.quantized_experts import ExpertWeights
 from lamina.models.quantization.quantized_linear import QuantizedLinear
 from lamina.ops.gemm import get
 from lamina.ops.gemm.quantized import PackedForm
@@ -40,7 +41,9 @@ UNPACKED = {
     for family in ("llama", "qwen3_moe")
     for form in ("fp8_channel", "modelopt_fp8", "modelopt_fp8_channel")
 }  # become numbers of the model's dtype
-INT8_ROWS = {"llama_w8a8_dynamic", "llama_w4a8"}  # rows become int8 where weights are packed
+INT8_ROWS = {
+    f"{family}_{form}" for family in ("llama", "qwen3_moe") for form in ("w8a8_dynamic", "w4a8")
+}  # rows become int8 where weights are packed
 REORDERED = {"llama_gptq_act", "llama_int4_act"}  # their layers pick numbers of rows, which torch does
 BOUND = 1e-4  # of the spread of logits
 
@@ -69,8 +72,9 @@ def test_logits_are_those_of_the_formats_own_library(name: str, entry: str) -> N
     packed = sum(isinstance(module, QuantizedLinear) for module in model.modules())
     assert (packed > 0) == (bool(entry) and name not in UNPACKED)
     if name in INT8_ROWS and entry:
-        forms = [module.form for module in model.modules() if isinstance(module, QuantizedLinear)]
-        assert all(PackedForm.decode(form).int8_inputs for form in forms)
+        layers = [module for module in model.modules() if isinstance(module, QuantizedLinear | ExpertWeights)]
+        assert len(layers) == (14 if name.startswith("llama") else 4 + 2)
+        assert all(PackedForm.decode(layer.form).int8_inputs for layer in layers)
         floats = load(CHECKPOINTS / name, dtype="float32", backend=backend, quantization_compute="float").model
         assert worst(floats, oracle(name)) > BOUND, "rows of floats would not be seen"
     if name in INT8_ROWS and not entry:

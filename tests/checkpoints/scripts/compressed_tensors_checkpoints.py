@@ -44,21 +44,42 @@ WITH_ACTIVATIONS = ("w8a8_dynamic", "w4a8")
 
 
 @contextmanager
-def rounded_inputs(model: torch.nn.Module) -> Iterator[None]:
-    """Has layers of few bits round their rows to int8 as the library does, in fp32."""
+def rounded_inputs(model: torch.nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Has layers of few bits round their rows to int8 as the library does, in fp32. ``seed``: of errors in the rows'
+    last bits.
+    """
     args, plain = QuantizationArgs(**ACTIVATIONS), torch.nn.functional.linear
     own = {w.untyped_storage().data_ptr() for name, w in model.named_parameters() if "_proj" in name}
+    noise = torch.Generator().manual_seed(seed or 0)
 
     def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
-        if w.untyped_storage().data_ptr() in own:
-            x = fake_quantize(x, *compute_dynamic_scales_and_zp(x, args, model), args)
-        return plain(x, w, b)
+        if w.untyped_storage().data_ptr() not in own:
+            return plain(x, w, b)
+        if seed is not None:
+            x = x * (1 + 2.0**-24 * torch.randn(x.shape, generator=noise))
+        rows = x.reshape(1, -1, x.shape[-1])  # the library gives all rows of two dimensions one scale
+        rounded = fake_quantize(rows, *compute_dynamic_scales_and_zp(rows, args, model), args)
+        return plain(rounded.view_as(x), w, b)
 
     torch.nn.functional.linear = linear
     try:
         yield
     finally:
         torch.nn.functional.linear = plain
+
+
+def is_steady(model: torch.nn.Module, known: dict[str, Any]) -> bool:
+    """Returns whether errors in last bits leave the answers as they are. They may make -127 of -128, and the reverse:
+    a row's lowest number lies between, if its magnitude is the largest.
+    """
+    for seed in range(16):
+        with rounded_inputs(model, seed):
+            other = oracle(model)
+        if other is None or other["tokens"] != known["tokens"]:
+            return False
+        if not torch.allclose(torch.tensor(other["logits"]), torch.tensor(known["logits"]), rtol=0, atol=1e-4):
+            return False
+    return True
 
 
 def scales_of(w: torch.Tensor, args: QuantizationArgs, name: str) -> dict[str, torch.Tensor]:
@@ -93,7 +114,7 @@ def unpacked(stored: dict[str, torch.Tensor], compressor: Any, scheme: Quantizat
 
 
 def write(name: str, form: str, args: dict[str, Any], seed: int, *, experts: bool) -> bool:
-    """Returns False if a token of this seed's model is a near tie."""
+    """Returns False if a token of this seed's model is a near tie, or a number of experts' rows."""
     model = random_model(seed, experts=experts)
     weights = QuantizationArgs(**args)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, format=form)
@@ -124,12 +145,12 @@ def write(name: str, form: str, args: dict[str, Any], seed: int, *, experts: boo
     with rounded_inputs(exact) if name in WITH_ACTIVATIONS else nullcontext():
         known = oracle(exact)
     (path / "oracle.json").write_text(json.dumps(known))
-    return known is not None
+    return known is not None and (name not in WITH_ACTIVATIONS or not experts or is_steady(exact, known))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for case, (form, args) in CASES.items():  # or those that are named
-        for kind in (False,) if case in WITH_ACTIVATIONS else (False, True):
+        for kind in (False, True):
             if not sys.argv[1:] or case in sys.argv[1:]:
                 print(case, next(seed for seed in range(100) if write(case, form, args, seed, experts=kind)))
