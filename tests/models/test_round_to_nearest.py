@@ -133,6 +133,7 @@ def test_room_counts_rounded_bytes() -> None:
         check_room(FLOATS, 1, int(0.2 * size), "int4")
 
 
+@pytest.mark.long
 def test_explain_counts_the_bytes_of_a_start(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = []
     for more in ([], ["--no-weights"]):

@@ -21,7 +21,7 @@ from together.pair_table import (
     pairs_of,
     run_pairs,
 )  # fmt: skip
-from together.paired_features import BY_NAME, ELSEWHERE, FAST, ROWS, Row
+from together.paired_features import BY_NAME, ELSEWHERE, FAST, LONG, ROWS, Row
 
 from lamina.config.flat_options import OPTIONS
 
@@ -47,12 +47,15 @@ def test_the_page_has_no_pair_that_differs_fails_or_misleads() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("pair", FAST, ids=" with ".join)
+@pytest.mark.parametrize(
+    "pair", [*FAST, *(pytest.param(pair, marks=pytest.mark.long) for pair in LONG)], ids=" with ".join
+)
 def test_a_pair_is_as_the_page_says(pair: tuple[str, str]) -> None:
     (found,) = run_pairs([pair])
     assert found.verdict == NOT_SAME.get(pair, SAME), found.why
 
 
+@pytest.mark.long
 def test_a_feature_without_effect_and_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: a counter that stays at 0, and a lossy feature that is called lossless."""
     monkeypatch.setitem(BY_NAME, "idle", Row("idle", {"spare_memory": 0}, lambda facts: facts["num_preemptions"] > 99))

@@ -185,6 +185,7 @@ def flip_states(folder: Path, num_attention_layers: int) -> Iterator[bytes]:
                 yield entry.page.key
 
 
+@pytest.mark.long
 def test_other_workers_load_what_an_earlier_engine_has_stored(tmp_path: Path) -> None:
     """Two workers by head save, three by head and two by request load. Damage on the disk costs no token."""
     model, disk, other = build_hybrid("bamba"), {"kv_store_dir": str(tmp_path / "kv")}, [*FIRST, 9, 8, 7]

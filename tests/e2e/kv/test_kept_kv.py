@@ -123,6 +123,7 @@ def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path:
 TTL_S, SOON_S = 3.0, 60.0
 
 
+@pytest.mark.long(but=["directory"])
 @pytest.mark.parametrize("memory", ["", "64MiB"], ids=["directory", "memory before it"])
 def test_pages_go_when_their_time_is_up_though_nobody_asks(memory: str, llama_path: Path, tmp_path: Path) -> None:
     """In real seconds: not before they were unused for so long, and soon after. The engine knows, so no load fails."""

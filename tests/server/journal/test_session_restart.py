@@ -41,6 +41,7 @@ def broken_off(server: Running, prompt: str, name: str) -> str:
     return text
 
 
+@pytest.mark.long
 def test_a_replay_goes_on_with_other_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its turns are those that a computation without sessions gives, and the KV of both conversations is found. The
     name of one has been carried over.
